@@ -1,0 +1,1 @@
+"""Exact fused attention for the models that FlashAttention leaves behind."""
