@@ -1,1 +1,29 @@
 """Exact fused attention for the models that FlashAttention leaves behind."""
+
+from .api import Unsupported, attention, why_not
+from .mask import Mask
+from .rows import RowMap, clipped, compact, deberta_buckets, explicit, identity, t5_buckets, windowed
+from .terms import (
+    T5,
+    VITS,
+    ALiBi,
+    DeBERTa,
+    DeBERTaV1,
+    Inkling,
+    MPNet,
+    OnKey,
+    OnQuery,
+    OnValue,
+    QueryBias,
+    Scalar,
+    Shaw,
+    TransformerXL,
+    WavLM,
+)  # fmt: skip
+
+__version__ = "0.1.0"
+__all__ = [
+    "T5", "VITS", "ALiBi", "DeBERTa", "DeBERTaV1", "Inkling", "MPNet", "Mask", "OnKey", "OnQuery", "OnValue",
+    "QueryBias", "RowMap", "Scalar", "Shaw", "TransformerXL", "Unsupported", "WavLM", "attention", "clipped",
+    "compact", "deberta_buckets", "explicit", "identity", "t5_buckets", "why_not", "windowed",
+]  # fmt: skip

@@ -1,0 +1,173 @@
+"""Which keys a query may see, without an N×N matrix wherever the rule does not need one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+__all__ = ["UNBOUNDED", "Mask"]
+
+UNBOUNDED = 2**30
+"""A window side without a bound."""
+
+
+@dataclass(frozen=True, eq=False)
+class Mask:
+    """The conjunction of its parts; build one with the class methods and join with ``&``.
+
+    With query position i + offset (see :func:`tilewise.attention`), key j is visible if all of these hold:
+
+    * −right ≤ i + offset − j ≤ left (window; causal is right = 0),
+    * bounds[b, i, 0] ≤ j < bounds[b, i, 1] (lengths, packed documents, intervals),
+    * keys[b, j] (padding of any pattern),
+    * dense[b, h, i, j] (costs N² bytes: for rules that nothing else can say).
+
+    Attributes:
+        left, right: window in tokens; :data:`UNBOUNDED` for none.
+        bounds: int32 [1 or B, 1 or Tq, 2], or None.
+        keys: bool [B, Tk], True where a key may be seen, or None.
+        dense: bool [1 or B, 1 or H, Tq, Tk], or None.
+
+    Example:
+        >>> mask = Mask.causal() & Mask.padding(torch.tensor([[1, 1, 0]]))
+        >>> mask.allowed(3, 3)[0, 0].int().tolist()
+        [[1, 0, 0], [1, 1, 0], [1, 1, 0]]
+    """
+
+    left: int = UNBOUNDED
+    right: int = UNBOUNDED
+    bounds: Tensor | None = None
+    keys: Tensor | None = None
+    dense: Tensor | None = None
+
+    @classmethod
+    def causal(cls) -> Mask:
+        """Keys at or before the query's position."""
+        return cls(right=0)
+
+    @classmethod
+    def window(cls, left: int, right: int = 0) -> Mask:
+        """At most `left` tokens back and `right` ahead, both ≥ 0. Causal sliding window: ``window(W - 1)``."""
+        if left < 0 or right < 0:
+            raise ValueError(f"window is ({left}, {right}); expected two numbers ≥ 0")
+        return cls(left=left, right=right)
+
+    @classmethod
+    def lengths(cls, lengths: Sequence[int] | Tensor, starts: Sequence[int] | Tensor | None = None) -> Mask:
+        """Keys starts[b] ≤ j < lengths[b] (right padding; `starts` adds left padding); both [B].
+
+        Raises:
+            ValueError: negative lengths, or starts beyond them (checked for lists and CPU tensors; on a GPU, values
+                beyond the keys are cut instead, since reading them would stall the stream).
+        """
+        hi = torch.as_tensor(lengths, dtype=torch.int32)
+        lo = torch.zeros_like(hi) if starts is None else torch.as_tensor(starts, dtype=torch.int32).to(hi.device)
+        if hi.dim() != 1 or lo.shape != hi.shape:
+            raise ValueError(
+                f"lengths and starts have shapes {tuple(hi.shape)} and {tuple(lo.shape)}; expected [B] twice"
+            )
+        if hi.device.type == "cpu" and not _compiling() and bool(((lo < 0) | (hi < lo)).any()):
+            raise ValueError(f"lengths {hi.tolist()} and starts {lo.tolist()}; expected 0 ≤ starts ≤ lengths")
+        return cls(bounds=torch.stack((lo, hi), -1)[:, None])
+
+    @classmethod
+    def padding(cls, mask: Tensor) -> Mask:
+        """A padding mask [B, Tk], non-zero or True where a token is real; any pattern, left, right or holes."""
+        if mask.dim() != 2:
+            raise ValueError(
+                f"padding mask has shape {tuple(mask.shape)}; expected [B, Tk] (a [B, H, Tq, Tk] mask is Mask.full)"
+            )
+        return cls(keys=mask if mask.dtype == torch.bool else mask != 0)
+
+    @classmethod
+    def packed(cls, cu_seqlens: Sequence[int] | Tensor, total: int | None = None) -> Mask:
+        """Documents packed into one row (B = 1): tokens cu[n] … cu[n+1] − 1 see only each other.
+
+        Args:
+            cu_seqlens: [documents + 1], rising from 0.
+            total: the row's length, if tokens follow the last document (they see nothing); default cu[-1].
+        """
+        cu = torch.as_tensor(cu_seqlens, dtype=torch.int32)
+        if cu.dim() != 1 or cu.numel() < 2:
+            raise ValueError(f"cu_seqlens has shape {tuple(cu.shape)}; expected [documents + 1]")
+        if cu.device.type == "cpu" and not _compiling() and (int(cu[0]) != 0 or bool((cu.diff() < 0).any())):
+            raise ValueError(f"cu_seqlens is {cu.tolist()}; expected numbers rising from 0")
+        total = int(cu[-1]) if total is None else total
+        document = torch.searchsorted(cu, torch.arange(total, dtype=torch.int32, device=cu.device), right=True)
+        ends = torch.cat((cu, cu[-1:]))
+        return cls(bounds=torch.stack((ends[document - 1], ends[document]), -1)[None])
+
+    @classmethod
+    def intervals(cls, lo: Tensor, hi: Tensor) -> Mask:
+        """Keys lo[b, i] ≤ j < hi[b, i]; both [Tq] or [B, Tq]. Chunked and look-ahead masks of streaming encoders."""
+        if lo.shape != hi.shape or lo.dim() not in (1, 2):
+            raise ValueError(
+                f"lo and hi have shapes {tuple(lo.shape)} and {tuple(hi.shape)}; expected [Tq] or [B, Tq] twice"
+            )
+        both = torch.stack((lo, hi), -1).to(torch.int32)
+        return cls(bounds=both if lo.dim() == 2 else both[None])
+
+    @classmethod
+    def full(cls, mask: Tensor) -> Mask:
+        """A boolean matrix, True where a key is visible, broadcastable to [B, H, Tq, Tk]."""
+        if mask.dtype != torch.bool:
+            raise TypeError(f"mask is {mask.dtype}; expected bool, True where a key is visible")
+        if not 2 <= mask.dim() <= 4:
+            raise ValueError(f"mask has shape {tuple(mask.shape)}; expected [Tq, Tk] up to [B, H, Tq, Tk]")
+        return cls(dense=mask.reshape((1,) * (4 - mask.dim()) + tuple(mask.shape)))
+
+    def __and__(self, other: Mask) -> Mask:
+        bounds = self.bounds if other.bounds is None else other.bounds
+        if self.bounds is not None and other.bounds is not None:
+            a, b = self.bounds, other.bounds.to(self.bounds.device)
+            bounds = torch.stack((torch.maximum(a[..., 0], b[..., 0]), torch.minimum(a[..., 1], b[..., 1])), -1)
+        return Mask(min(self.left, other.left), min(self.right, other.right), bounds,
+                    _both(self.keys, other.keys), _both(self.dense, other.dense))  # fmt: skip
+
+    def to(self, device: torch.device) -> Mask:
+        """The same mask with its tensors on `device`."""
+        move = lambda t: None if t is None else t.to(device, non_blocking=True)  # noqa: E731
+        return replace(self, bounds=move(self.bounds), keys=move(self.keys), dense=move(self.dense))
+
+    def check(self, B: int, H: int, Tq: int, Tk: int) -> None:
+        """Raise ValueError naming the part whose shape or values do not fit attention of these sizes."""
+        parts = (
+            ("bounds", self.bounds, ((1, B), (1, Tq), (2,))),
+            ("keys", self.keys, ((B,), (Tk,))),
+            ("dense", self.dense, ((1, B), (1, H), (Tq,), (Tk,))),
+        )
+        for name, tensor, sizes in parts:
+            if tensor is not None and (
+                tensor.dim() != len(sizes) or any(n not in s for n, s in zip(tensor.shape, sizes, strict=True))
+            ):
+                wanted = ", ".join(" or ".join(map(str, dict.fromkeys(s))) for s in sizes)
+                raise ValueError(f"mask.{name} has shape {tuple(tensor.shape)}; expected [{wanted}]")
+        if self.bounds is not None and self.bounds.device.type == "cpu" and not _compiling() and self.bounds.numel():
+            far = int(self.bounds.max())
+            if far > Tk or int(self.bounds.min()) < 0:
+                raise ValueError(f"mask.bounds reach from {int(self.bounds.min())} to {far}; expected 0 to Tk = {Tk}")
+
+    def allowed(self, Tq: int, Tk: int, offset: int = 0, rows: slice | None = None) -> Tensor:
+        """The mask as a boolean matrix [1 or B, 1 or H, rows, Tk], for the oracle and for blocks of rows."""
+        device = next((t.device for t in (self.bounds, self.keys, self.dense) if t is not None), torch.device("cpu"))
+        i = torch.arange(Tq, device=device)[rows or slice(None)]
+        j = torch.arange(Tk, device=device)
+        delta = i[:, None] + offset - j
+        seen = ((delta <= self.left) & (delta >= -self.right))[None, None]
+        if self.bounds is not None:
+            bounds = self.bounds if self.bounds.shape[1] == 1 else self.bounds[:, rows or slice(None)]
+            seen = seen & ((j >= bounds[..., :1]) & (j < bounds[..., 1:]))[:, None]
+        if self.keys is not None:
+            seen = seen & self.keys[:, None, None]
+        return seen if self.dense is None else seen & self.dense[:, :, rows or slice(None)]
+
+
+def _both(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+    return a if b is None else b if a is None else a & b.to(a.device)
+
+
+def _compiling() -> bool:
+    return torch.compiler.is_compiling()

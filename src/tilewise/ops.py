@@ -1,0 +1,143 @@
+"""Operator contracts ``tilewise::attn_fwd`` and ``tilewise::attn_bwd``, and the one autograd.Function around them.
+
+The relative terms travel as a list of tensors and a string (:func:`tilewise.terms.spec_of`), so that two operators
+serve every mechanism and a new length or a new map recompiles nothing. Implementations are imported on first use.
+"""
+
+from __future__ import annotations
+
+from math import prod
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from .call import Call
+from .mask import Mask
+from .terms import ports_of
+
+__all__ = ["attend"]
+
+_CALL = (
+    "Tensor q, Tensor k, Tensor v, Tensor[] tensors, Tensor? bounds, Tensor? keys, Tensor? dense, Tensor? seed, "
+    "str spec, float scale, SymInt offset, SymInt left, SymInt right, float dropout_p, str impl"
+)
+_lib = torch.library.Library("tilewise", "FRAGMENT")
+_lib.define(f"attn_fwd({_CALL}) -> (Tensor, Tensor)")
+_lib.define(
+    f"attn_bwd(Tensor do, Tensor? dlse, Tensor o, Tensor lse, bool[] need, {_CALL}) "
+    "-> (Tensor, Tensor, Tensor, Tensor[])"
+)
+
+
+def _call(q, k, v, tensors, bounds, keys, dense, seed, spec, scale, offset, left, right, dropout_p) -> Call:
+    mask = Mask(int(left), int(right), bounds, keys, dense)
+    return Call(q, k, v, tuple(ports_of(spec, tensors)), mask, scale, int(offset), dropout_p, seed)
+
+
+def _implementation(name: str):
+    if name == "triton":
+        from . import triton as implementation
+    else:
+        from . import blocked as implementation
+    return implementation
+
+
+def _outputs(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """O laid out as [B, Tq, H, d_v] in memory, so that merging the heads afterwards copies nothing, and lse."""
+    B, H, Tq, _ = q.shape
+    lse = torch.float64 if q.dtype == torch.float64 else torch.float32
+    return q.new_empty((B, Tq, H, v.shape[-1])).transpose(1, 2), q.new_empty((B, H, Tq), dtype=lse)
+
+
+def _gradients(q: Tensor, k: Tensor, v: Tensor, tensors: list[Tensor], need: list[bool]) -> list[Tensor]:
+    """One buffer a gradient; an empty one where nobody asked."""
+    return [
+        torch.empty_like(x) if wanted else x.new_empty(0) for x, wanted in zip((q, k, v, *tensors), need, strict=True)
+    ]
+
+
+def _forward(*args):
+    *args, impl = args
+    call = _call(*args)
+    o, lse = _outputs(call.q, call.v)
+    if o.numel():
+        _implementation(impl).forward(call, o, lse)
+    return o, lse
+
+
+def _backward(do, dlse, o, lse, need, *args):
+    *args, impl = args
+    call = _call(*args)
+    grads = _gradients(call.q, call.k, call.v, call.tensors, need)
+    if o.numel():
+        _implementation(impl).backward(call, do, dlse, o, lse, need, grads)
+    else:
+        for grad in grads:
+            grad.zero_()
+    return *grads[:3], grads[3:]
+
+
+_lib.impl("attn_fwd", _forward, "CompositeExplicitAutograd")
+_lib.impl("attn_bwd", _backward, "CompositeExplicitAutograd")
+
+
+@torch.library.register_fake("tilewise::attn_fwd", lib=_lib)
+def _(q, k, v, *rest):
+    return _outputs(q, v)
+
+
+@torch.library.register_fake("tilewise::attn_bwd", lib=_lib)
+def _(do, dlse, o, lse, need, q, k, v, tensors, *rest):
+    grads = _gradients(q, k, v, tensors, need)
+    return *grads[:3], grads[3:]
+
+
+@register_flop_formula(torch.ops.tilewise.attn_fwd)
+def _(q_shape, k_shape, v_shape, *args, out_shape=None, **kwargs) -> int:
+    """2 a multiply-add of QKᵀ and PV, as PyTorch counts SDPA: no discount for masks, none of the terms' own work."""
+    return 2 * prod(q_shape[:3]) * k_shape[2] * (q_shape[3] + v_shape[3])
+
+
+@register_flop_formula(torch.ops.tilewise.attn_bwd)
+def _(
+    do_shape, dlse_shape, o_shape, lse_shape, need, q_shape, k_shape, v_shape, *args, out_shape=None, **kwargs
+) -> int:
+    """S, dQ and dK cost d a score, dP and dV d_v."""
+    return 2 * prod(q_shape[:3]) * k_shape[2] * (3 * q_shape[3] + 2 * v_shape[3])
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, v, bounds, keys, dense, seed, static, *tensors):
+        spec, scale, offset, left, right, dropout_p, impl = static
+        o, lse = torch.ops.tilewise.attn_fwd(
+            q, k, v, tensors, bounds, keys, dense, seed, spec, scale, offset, left, right, dropout_p, impl
+        )
+        ctx.save_for_backward(q, k, v, o, lse, bounds, keys, dense, seed, *tensors)
+        ctx.static = static
+        ctx.set_materialize_grads(False)
+        return o, lse
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, do, dlse):
+        q, k, v, o, lse, bounds, keys, dense, seed, *tensors = ctx.saved_tensors
+        spec, scale, offset, left, right, dropout_p, impl = ctx.static
+        need = [*ctx.needs_input_grad[:3], *ctx.needs_input_grad[8:]]
+        do = torch.zeros_like(o) if do is None else do
+        dq, dk, dv, dtensors = torch.ops.tilewise.attn_bwd(
+            do, dlse, o, lse, need, q, k, v, tensors, bounds, keys, dense, seed, spec, scale, offset, left, right,
+            dropout_p, impl,
+        )  # fmt: skip
+        grads = [g if wanted else None for g, wanted in zip((dq, dk, dv, *dtensors), need, strict=True)]
+        return *grads[:3], None, None, None, None, None, *grads[3:]
+
+
+def attend(call: Call, spec: str, impl: str) -> tuple[Tensor, Tensor]:
+    """O and lse of a checked call by the implementation named `impl`, differentiable once in every tensor."""
+    mask = call.mask
+    static = (spec, call.scale, call.offset, mask.left, mask.right, call.dropout_p, impl)
+    return _Attention.apply(
+        call.q, call.k, call.v, mask.bounds, mask.keys, mask.dense, call.seed, static, *call.tensors
+    )

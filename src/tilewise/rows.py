@@ -1,0 +1,284 @@
+"""Row maps: which row of a learned table an offset δ = i − j (query position minus key position) picks.
+
+A map is a small immutable value with a name, so that it travels through an operator's string argument and two equal
+maps share every cached expansion. Rows are computed on the CPU in fp64 whatever the default dtype or device: under a
+bf16 default the same logarithms move thousands of bucket boundaries.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+__all__ = [
+    "NO_ROW",
+    "RowMap",
+    "clipped",
+    "compact",
+    "deberta_buckets",
+    "explicit",
+    "identity",
+    "t5_buckets",
+    "windowed",
+]
+
+NO_ROW = -1
+"""The row of an offset for which the term adds 0."""
+
+_EXPLICIT: dict[str, tuple[int, Tensor]] = {}
+
+
+@dataclass(frozen=True)
+class RowMap:
+    """δ ↦ row, made by the functions of this module.
+
+    Attributes:
+        kind: the family's name (``identity``, ``clipped``, ``windowed``, ``t5``, ``deberta``, ``explicit``).
+        params: the family's integers (for ``explicit``, the digest of its rows).
+        size: how many rows a table for this map has; rows run over 0 … size − 1, or :data:`NO_ROW`.
+
+    Example:
+        >>> clipped(-2, 2)(torch.arange(-4, 5)).tolist()
+        [0, 0, 0, 1, 2, 3, 4, 4, 4]
+    """
+
+    kind: str
+    params: tuple[int | str, ...]
+    size: int
+
+    def __call__(self, delta: Tensor) -> Tensor:
+        """Rows of integer offsets, as an int32 tensor of the same shape on the CPU.
+
+        Raises:
+            ValueError: an ``identity`` map is asked for an offset beyond its reach.
+        """
+        return _FAMILIES[self.kind](delta.to("cpu", torch.int64), *self.params).to(torch.int32)
+
+    def span(self, first: int, last: int) -> Tensor:
+        """Rows of the offsets first, first + 1, …, last (int32, CPU)."""
+        return _span(self, first, last)
+
+    @property
+    def saturation(self) -> tuple[int, int] | None:
+        """(lo, hi): every offset ≤ lo has lo's row, every offset ≥ hi has hi's row; None where no such ends exist."""
+        return _saturation(self)
+
+    @property
+    def spec(self) -> str:
+        """The map as text; :func:`parse` gives it back."""
+        return ":".join((self.kind, *map(str, self.params)))
+
+
+def parse(spec: str) -> RowMap:
+    """The map that :attr:`RowMap.spec` describes."""
+    kind, *params = spec.split(":")
+    if kind == "explicit":
+        return RowMap("explicit", (params[0],), int(_EXPLICIT[params[0]][1].max()) + 1)
+    make = {
+        "identity": identity,
+        "clipped": clipped,
+        "windowed": windowed,
+        "t5": t5_buckets,
+        "deberta": deberta_buckets,
+    }
+    return make[kind](*map(int, params))
+
+
+def identity(reach: int, descending: bool = False) -> RowMap:
+    """Every offset has a row of its own: row = δ + reach, or reach − δ with `descending`; 2·reach + 1 rows.
+
+    Transformer-XL and the Conformers store their position table from the largest offset to the smallest
+    (``descending=True``, reach = T − 1).
+
+    Example:
+        >>> identity(3, descending=True)(torch.tensor([3, 0, -3])).tolist()
+        [0, 3, 6]
+    """
+    _require(reach >= 0, "reach", reach, "a number ≥ 0")
+    return RowMap("identity", (int(reach), int(descending)), 2 * reach + 1)
+
+
+def clipped(left: int, right: int, descending: bool = False) -> RowMap:
+    """The offset clamped to [left, right]: row = clamp(δ) − left, or right − clamp(δ) with `descending`.
+
+    Shaw et al. 2018 (arXiv 1803.02155) with left = −right; Wav2Vec2-BERT and SeamlessM4T v2 use δ in [−8, 64],
+    descending.
+
+    Example:
+        >>> clipped(-8, 64, descending=True).size
+        73
+    """
+    _require(left <= right, "left", left, f"a number ≤ right = {right}")
+    return RowMap("clipped", (int(left), int(right), int(descending)), right - left + 1)
+
+
+def windowed(left: int, right: int, descending: bool = False) -> RowMap:
+    """As :func:`clipped` inside [left, right]; no row outside (the term adds 0 there). VITS: left = −4, right = 4.
+
+    Example:
+        >>> windowed(-1, 1)(torch.arange(-2, 3)).tolist()
+        [-1, 0, 1, 2, -1]
+    """
+    _require(left <= right, "left", left, f"a number ≤ right = {right}")
+    return RowMap("windowed", (int(left), int(right), int(descending)), right - left + 1)
+
+
+def t5_buckets(num_buckets: int = 32, max_distance: int = 128, bidirectional: bool = True) -> RowMap:
+    """T5's buckets: exact near the diagonal, logarithmic up to max_distance, one bucket beyond.
+
+    Bidirectional (encoders) spends half of the buckets on each side; otherwise (decoders) keys ahead of the query share
+    bucket 0. Source: ``T5Attention._relative_position_bucket`` of transformers; equal to it for every offset.
+
+    Raises:
+        ValueError: too few buckets, or a max_distance that leaves no room for the logarithmic half.
+
+    Example:
+        >>> t5_buckets()(torch.tensor([0, 7, 8, 91, 5000, -1, -5000])).tolist()
+        [0, 7, 8, 15, 15, 17, 31]
+    """
+    exact = (num_buckets // 2 if bidirectional else num_buckets) // 2
+    _require(exact >= 1, "num_buckets", num_buckets, "at least 4 (bidirectional) or 2")
+    _require(max_distance > exact, "max_distance", max_distance, f"more than the {exact} exact buckets")
+    return RowMap("t5", (int(num_buckets), int(max_distance), int(bidirectional)), num_buckets)
+
+
+def deberta_buckets(position_buckets: int, max_relative_positions: int) -> RowMap:
+    """DeBERTa's slots: clamp(bucket(δ) + span, 0, 2·span − 1); with position_buckets ≤ 0 the bucket is δ itself.
+
+    span = position_buckets, or max_relative_positions where there are no buckets (DeBERTa v1 and v2 without buckets).
+    With 256 and 512 (v3) the map saturates at δ ≤ −512 and δ ≥ 506. Source: ``make_log_bucket_position`` of
+    transformers' deberta_v2, whose fp32 results these are.
+
+    Example:
+        >>> deberta_buckets(256, 512)(torch.tensor([-512, -511, 0, 505, 506])).tolist()
+        [0, 1, 256, 510, 511]
+    """
+    span = position_buckets if position_buckets > 0 else max_relative_positions
+    _require(span >= 1, "max_relative_positions", max_relative_positions, "a number ≥ 1")
+    if position_buckets > 0:
+        _require(position_buckets >= 4, "position_buckets", position_buckets, "at least 4")
+        _require(
+            max_relative_positions - 1 > position_buckets // 2,
+            "max_relative_positions",
+            max_relative_positions,
+            f"more than position_buckets // 2 + 1 = {position_buckets // 2 + 1}",
+        )
+    return RowMap("deberta", (int(position_buckets), int(max_relative_positions)), 2 * span)
+
+
+def explicit(rows: Sequence[int] | Tensor, first: int) -> RowMap:
+    """Any map: rows[n] is the row of the offset first + n; the first and last entry hold for all offsets beyond.
+
+    Entries are rows ≥ 0 or :data:`NO_ROW`; they need not be monotone, and δ and −δ may share a row.
+
+    Example:
+        >>> explicit([1, 0, 1], first=-1)(torch.arange(-3, 4)).tolist()
+        [1, 1, 1, 0, 1, 1, 1]
+    """
+    table = torch.as_tensor(rows, dtype=torch.int32, device="cpu").contiguous().clone()
+    _require(table.dim() == 1 and table.numel() > 0, "rows", tuple(table.shape), "a non-empty list of rows")
+    _require(int(table.min()) >= NO_ROW, "rows", int(table.min()), "rows ≥ 0, or -1 for no row")
+    digest = hashlib.sha256(f"{first}:".encode() + table.numpy().tobytes()).hexdigest()[:32]
+    _EXPLICIT[digest] = (int(first), table)
+    return RowMap("explicit", (digest,), int(table.max()) + 1)
+
+
+def compact(table: Tensor, dim: int = 0) -> tuple[Tensor, Tensor]:
+    """Merge equal neighbouring rows of an expanded table: (representatives, run of each row).
+
+    Borzoi's 8,191 relation rows, for example, are 31 runs. ``representatives.index_select(dim, runs)`` is `table`.
+
+    Returns:
+        The table with one row a run, and an int32 CPU vector that maps each old row to its run.
+
+    Example:
+        >>> kept, runs = compact(torch.tensor([[1.0], [1.0], [2.0]]))
+        >>> kept.flatten().tolist(), runs.tolist()
+        ([1.0, 2.0], [0, 0, 1])
+    """
+    moved = table.movedim(dim, 0)
+    rows = moved.reshape(moved.shape[0], -1)
+    new = torch.ones(rows.shape[0], dtype=torch.bool, device=table.device)
+    new[1:] = (rows[1:] != rows[:-1]).any(1)
+    runs = (new.cumsum(0) - 1).to("cpu", torch.int32)
+    return moved[new].movedim(0, dim).contiguous(), runs
+
+
+def _require(condition: bool, name: str, found: object, expected: str) -> None:
+    if not condition:
+        raise ValueError(f"{name} is {found}; expected {expected}")
+
+
+def _identity(delta: Tensor, reach: int, descending: int) -> Tensor:
+    far = int(delta.abs().max()) if delta.numel() else 0
+    _require(
+        far <= reach, "reach", reach, f"at least {far}, the largest offset met: the table needs {2 * far + 1} rows"
+    )
+    return reach - delta if descending else delta + reach
+
+
+def _clipped(delta: Tensor, left: int, right: int, descending: int) -> Tensor:
+    inside = delta.clamp(left, right)
+    return right - inside if descending else inside - left
+
+
+def _windowed(delta: Tensor, left: int, right: int, descending: int) -> Tensor:
+    return torch.where((delta >= left) & (delta <= right), _clipped(delta, left, right, descending), NO_ROW)
+
+
+def _t5(delta: Tensor, num_buckets: int, max_distance: int, bidirectional: int) -> Tensor:
+    if bidirectional:
+        num_buckets //= 2
+        side, distance = torch.where(delta < 0, num_buckets, 0), delta.abs()
+    else:
+        side, distance = torch.zeros_like(delta), delta.clamp(min=0)
+    exact = num_buckets // 2
+    ratio = torch.log(distance.double().clamp(min=1) / exact) / math.log(max_distance / exact)
+    far = (exact + (ratio * (num_buckets - exact)).to(torch.int64)).clamp(max=num_buckets - 1)
+    return side + torch.where(distance < exact, distance, far)
+
+
+def _deberta(delta: Tensor, position_buckets: int, max_relative_positions: int) -> Tensor:
+    if position_buckets <= 0:
+        return (delta + max_relative_positions).clamp(0, 2 * max_relative_positions - 1)
+    middle = position_buckets // 2
+    distance = torch.where(delta.abs() < middle, middle - 1, delta.abs())
+    steps = torch.log(distance.double() / middle) / math.log((max_relative_positions - 1) / middle) * (middle - 1)
+    far = (torch.ceil(steps).to(torch.int64) + middle) * delta.sign()
+    return (torch.where(distance <= middle, delta, far) + position_buckets).clamp(0, 2 * position_buckets - 1)
+
+
+def _explicit(delta: Tensor, digest: str) -> Tensor:
+    first, rows = _EXPLICIT[digest]
+    return rows[(delta - first).clamp(0, rows.numel() - 1)]
+
+
+_FAMILIES = {
+    "identity": _identity, "clipped": _clipped, "windowed": _windowed,
+    "t5": _t5, "deberta": _deberta, "explicit": _explicit,
+}  # fmt: skip
+
+
+@lru_cache(maxsize=256)
+def _span(rows: RowMap, first: int, last: int) -> Tensor:
+    return rows(torch.arange(first, last + 1))
+
+
+@lru_cache(maxsize=256)
+def _saturation(rows: RowMap) -> tuple[int, int] | None:
+    if rows.kind == "identity":
+        return None
+    reach = {"clipped": lambda l, r, _: max(abs(l), abs(r)), "windowed": lambda l, r, _: max(abs(l), abs(r)) + 1,
+             "t5": lambda _, m, __: m, "deberta": lambda b, m: m + abs(b),
+             "explicit": lambda d: abs(_EXPLICIT[d][0]) + _EXPLICIT[d][1].numel()}[rows.kind](*rows.params)  # fmt: skip
+    met = rows.span(-reach - 1, reach + 1)
+    changes = (met[1:] != met[:-1]).nonzero().flatten()
+    if changes.numel() == 0:
+        return 0, 0
+    return int(changes[0]) - reach - 1, int(changes[-1]) - reach
