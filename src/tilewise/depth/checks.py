@@ -1,0 +1,79 @@
+"""Validation at the call: every error names the argument, what was found, what is expected, and a legal call."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+__all__ = ["IMPLS", "check_impl", "check_matrix", "check_same", "check_sources", "check_vector"]
+
+IMPLS = ("auto", "triton", "eager", "reference")
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def check_impl(impl: str) -> None:
+    """Raise ValueError unless `impl` is one of auto, triton, eager, reference."""
+    if impl not in IMPLS:
+        raise ValueError(f"impl: found {impl!r}, expected one of {', '.join(IMPLS)}")
+
+
+def check_sources(sources: Sequence[Tensor] | Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
+    """The common shape `[..., d]`, dtype and device of the sources.
+
+    Raises:
+        TypeError: not tensors, or a dtype that is no float.
+        ValueError: no source, or shapes, dtypes or devices that differ.
+    """
+    if isinstance(sources, Tensor):
+        if sources.ndim < 2 or sources.shape[0] == 0:
+            raise ValueError(
+                f"sources: found a bank of shape {tuple(sources.shape)}, expected [n, ..., d] with n >= 1; "
+                "pass bank[:n] for the first n blocks"
+            )
+        first, rest = sources[0], ()
+    else:
+        if not isinstance(sources, (list, tuple)):
+            raise TypeError(
+                f"sources: found {type(sources).__name__}, expected a list, a tuple or a tensor [n, ..., d]"
+            )
+        if not sources:
+            raise ValueError("sources: found none, expected at least one; the embedding is the first source")
+        first, rest = sources[0], sources[1:]
+    if first.dtype not in FLOATS:
+        raise TypeError(f"sources: found dtype {first.dtype}, expected one of {', '.join(map(str, FLOATS))}")
+    for j, v in enumerate(rest, 1):
+        if v.shape != first.shape or v.dtype != first.dtype or v.device != first.device:
+            raise ValueError(
+                f"sources[{j}]: found {tuple(v.shape)} {v.dtype} on {v.device}, expected {tuple(first.shape)} "
+                f"{first.dtype} on {first.device} as sources[0]"
+            )
+    if first.ndim < 1 or first.shape[-1] == 0:
+        raise ValueError(f"sources: found shape {tuple(first.shape)}, expected [..., d] with d >= 1")
+    return first.shape, first.dtype, first.device
+
+
+def check_same(name: str, x: Tensor, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> None:
+    """Raise ValueError unless `x` has this shape, dtype and device."""
+    if x.shape != shape or x.dtype != dtype or x.device != device:
+        raise ValueError(
+            f"{name}: found {tuple(x.shape)} {x.dtype} on {x.device}, expected {tuple(shape)} {dtype} on {device}"
+        )
+
+
+def check_vector(name: str, x: Tensor | None, d: int, device: torch.device) -> None:
+    """Raise ValueError unless `x` is None or a vector [d] on `device`."""
+    if x is not None and (x.ndim != 1 or x.shape[0] != d or x.device != device):
+        hint = f"; pass {name}.view(-1)" if x.numel() == d and x.ndim != 1 else ""
+        raise ValueError(f"{name}: found {tuple(x.shape)} on {x.device}, expected [{d}] on {device}{hint}")
+
+
+def check_matrix(name: str, x: Tensor | None, d: int, device: torch.device, rows: int | None = None) -> None:
+    """Raise ValueError unless `x` is None or a matrix [rows, d] on `device`."""
+    if x is not None and (x.ndim != 2 or x.shape[1] != d or x.device != device or rows not in (None, x.shape[0])):
+        hint = f"; pass {name}[None] for one query" if x.ndim == 1 and x.shape[0] == d else ""
+        raise ValueError(
+            f"{name}: found {tuple(x.shape)} on {x.device}, expected [{'S' if rows is None else rows}, {d}] "
+            f"on {device}{hint}"
+        )

@@ -1,0 +1,367 @@
+"""The public operators of depth attention: validation, choice of implementation, documentation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from tilewise.depth import reference
+from tilewise.depth.checks import check_impl, check_matrix, check_same, check_sources, check_vector
+from tilewise.depth.reference import fold_queries
+
+__all__ = [
+    "fold_queries",
+    "fused_attn_res",
+    "mix",
+    "mix_norm",
+    "mix_update",
+    "phase1",
+    "phase1_from_scores",
+    "phase2",
+    "phase2_first",
+    "scores",
+]
+
+Sources = Sequence[Tensor] | Tensor
+
+
+def mix(sources: Sources, query: Tensor, key_weight: Tensor | None = None, *, eps: float = 1e-6, impl="auto") -> Tensor:
+    r"""One query's softmax mix over the sources, in one pass.
+
+    .. math:: h = \sum_j \alpha_j v_j, \quad \alpha = \mathrm{softmax}_j(s), \quad
+              s_j = \frac{\langle w \odot g, v_j\rangle}{\sqrt{\mathrm{mean}(v_j^2) + \epsilon}}
+
+    Equations 2 to 4 of Attention Residuals (arXiv:2603.15031). With w = 0 the mix is the mean of the sources.
+
+    Args:
+        sources: n tensors `[..., d]` (list or tuple), or a bank `[n, ..., d]`; pass `bank[:n]` for the first n blocks.
+            A list is never stacked. fp16, bf16, fp32 or fp64, all alike.
+        query: w, `[d]`, any float dtype. Initialise it with zeros.
+        key_weight: g, the weight of the key RMSNorm, `[d]`, or None for ones. w * g is formed in fp32.
+        eps: epsilon of the key norm.
+        impl: `auto` (Triton kernels on a CUDA device, otherwise the eager path), `triton`, `eager` or `reference`. A
+            named implementation never falls back.
+
+    Returns:
+        h `[..., d]` in the sources' dtype. Differentiable in sources, query and key_weight.
+
+    Raises:
+        TypeError: sources are no tensors of a float dtype.
+        ValueError: a shape, device or implementation that does not fit.
+
+    Example:
+        >>> import torch
+        >>> from tilewise.depth import mix
+        >>> v = [torch.randn(2, 5, 64) for _ in range(3)]
+        >>> mix(v, torch.zeros(64)).shape
+        torch.Size([2, 5, 64])
+    """
+    check_impl(impl)
+    shape, _, device = check_sources(sources)
+    check_vector("query", query, shape[-1], device)
+    check_vector("key_weight", key_weight, shape[-1], device)
+    return reference.mix(sources, query, key_weight, eps=eps)
+
+
+def mix_norm(
+    sources: Sources,
+    query: Tensor,
+    key_weight: Tensor | None = None,
+    output_weight: Tensor | None = None,
+    *,
+    eps: float = 1e-6,
+    output_eps: float | None = None,
+    impl="auto",
+) -> Tensor:
+    r"""The mix followed by the next sublayer's RMSNorm, in one kernel: y = RMSNorm(h) * output_weight.
+
+    Args:
+        sources, query, key_weight, eps, impl: as in :func:`mix`.
+        output_weight: weight of the output RMSNorm, `[d]`; None applies no norm, so that y = h.
+        output_eps: epsilon of the output norm; None means `eps`.
+
+    Returns:
+        y `[..., d]` in the sources' dtype. h is not rounded before the norm and is not stored.
+
+    Raises:
+        TypeError, ValueError: as in :func:`mix`.
+
+    Example:
+        >>> import torch
+        >>> from tilewise.depth import mix_norm
+        >>> v = torch.randn(9, 5, 64)
+        >>> mix_norm(v[:3], torch.zeros(64), output_weight=torch.ones(64)).shape
+        torch.Size([5, 64])
+    """
+    check_impl(impl)
+    shape, _, device = check_sources(sources)
+    for name, x in (("query", query), ("key_weight", key_weight), ("output_weight", output_weight)):
+        check_vector(name, x, shape[-1], device)
+    return reference.mix_norm(sources, query, key_weight, output_weight, eps=eps, output_eps=output_eps)
+
+
+def mix_update(
+    update: Tensor,
+    prefix: Tensor | None,
+    sources: Sources,
+    query: Tensor,
+    key_weight: Tensor | None = None,
+    output_weight: Tensor | None = None,
+    *,
+    eps: float = 1e-6,
+    output_eps: float | None = None,
+    impl="auto",
+) -> tuple[Tensor, Tensor]:
+    r"""A whole sublayer boundary in one pass: prefix add, mix over the sources and the new prefix, RMSNorm.
+
+    p = prefix + update, rounded to the storage dtype before it serves as a source; then :func:`mix_norm` over
+    `[*sources, p]`. Equal to :func:`phase1` + :func:`phase2`, and cheaper while few blocks are complete: it reads
+    n + 2 tensors and writes 2, where phase 2 reads 3 and writes 2 and phase 1 reads n/S and writes 1.
+
+    Args:
+        update: output of the previous sublayer, `[..., d]`.
+        prefix: partial sum of the block before `update`, or None if `update` is the block's first term.
+        sources, query, key_weight, output_weight, eps, output_eps, impl: as in :func:`mix_norm`.
+
+    Returns:
+        (p, y). With `prefix=None`, p is `update` itself.
+
+    Raises:
+        TypeError, ValueError: as in :func:`mix`.
+
+    Example:
+        >>> import torch
+        >>> from tilewise.depth import mix_update
+        >>> x, u = torch.randn(5, 64), torch.randn(5, 64)
+        >>> p, y = mix_update(u, None, [x], torch.zeros(64), output_weight=torch.ones(64))
+        >>> y.shape
+        torch.Size([5, 64])
+    """
+    check_impl(impl)
+    shape, dtype, device = check_sources(sources)
+    check_same("update", update, shape, dtype, device)
+    if prefix is not None:
+        check_same("prefix", prefix, shape, dtype, device)
+    for name, x in (("query", query), ("key_weight", key_weight), ("output_weight", output_weight)):
+        check_vector(name, x, shape[-1], device)
+    return reference.mix_update(
+        update, prefix, sources, query, key_weight, output_weight, eps=eps, output_eps=output_eps
+    )
+
+
+def scores(
+    sources: Sources, queries: Tensor, key_weights: Tensor | None = None, *, eps: float = 1e-6, impl="auto"
+) -> Tensor:
+    r"""Scores of many queries against the sources: s[l, j] = rstd(v_j) <w_l * g_l, v_j>.
+
+    A source's scores against every later query are known as soon as the source is complete; with them phase 1 reads
+    the bank once, not twice (:func:`phase1_from_scores`).
+
+    Args:
+        sources, eps, impl: as in :func:`mix`.
+        queries: w, `[S, d]`, any S.
+        key_weights: g, `[S, d]`, or None.
+
+    Returns:
+        `[S, n, ...]` fp32 (fp64 for fp64 sources). Differentiable.
+
+    Raises:
+        TypeError, ValueError: as in :func:`mix`.
+    """
+    check_impl(impl)
+    shape, _, device = check_sources(sources)
+    check_matrix("queries", queries, shape[-1], device)
+    check_matrix("key_weights", key_weights, shape[-1], device, queries.shape[0])
+    return reference.scores(sources, queries, key_weights, eps=eps)
+
+
+def phase1_from_scores(sources: Sources, s: Tensor, *, impl="auto") -> tuple[Tensor, Tensor]:
+    """Phase 1 from known scores `[S, n, ...]`: one pass over the sources, free of any reduction over d.
+
+    Returns:
+        (o1, lse) as :func:`phase1`.
+
+    Raises:
+        TypeError, ValueError: as in :func:`mix`.
+    """
+    check_impl(impl)
+    shape, _, device = check_sources(sources)
+    n = len(sources)
+    if s.ndim < 2 or s.shape[1] != n or s.shape[2:] != shape[:-1] or s.device != device:
+        raise ValueError(
+            f"s: found {tuple(s.shape)} on {s.device}, expected [S, {n}, {', '.join(map(str, shape[:-1]))}]"
+        )
+    return reference.phase1_from_scores(sources, s)
+
+
+def phase1(
+    sources: Sources, queries: Tensor, key_weights: Tensor | None = None, *, eps: float = 1e-6, impl="auto"
+) -> tuple[Tensor, Tensor]:
+    r"""All queries of a block over the completed sources, read together (Algorithm 1, phase 1).
+
+    .. math:: o1_l = \sum_j \mathrm{softmax}_j(s_l)_j v_j, \qquad \mathrm{lse}_l = \log\sum_j e^{s_{l,j}}
+
+    Args:
+        sources: b_0 .. b_{n-1} as in :func:`mix`.
+        queries: w_l of the block's sublayers, `[S, d]`, any S.
+        key_weights: g_l, `[S, d]`, or None.
+        eps: epsilon of the key norm.
+        impl: as in :func:`mix`.
+
+    Returns:
+        o1 `[S, ..., d]`, normalised, in the sources' dtype, and lse `[S, ...]` in fp32 (fp64 for fp64 sources).
+        Differentiable in sources, queries and key_weights, through both outputs; the gradient of the sources is
+        summed over the S readers in fp32 before it is rounded once.
+
+    Raises:
+        TypeError, ValueError: as in :func:`mix`.
+
+    Example:
+        >>> import torch
+        >>> from tilewise.depth import phase1
+        >>> o1, lse = phase1(torch.randn(2, 5, 64), torch.zeros(4, 64))
+        >>> o1.shape, lse.shape
+        (torch.Size([4, 5, 64]), torch.Size([4, 5]))
+    """
+    check_impl(impl)
+    shape, _, device = check_sources(sources)
+    check_matrix("queries", queries, shape[-1], device)
+    check_matrix("key_weights", key_weights, shape[-1], device, queries.shape[0])
+    return reference.phase1(sources, queries, key_weights, eps=eps)
+
+
+def phase2(
+    update: Tensor,
+    prefix: Tensor | None,
+    o1: Tensor,
+    lse: Tensor,
+    query: Tensor,
+    key_weight: Tensor | None = None,
+    output_weight: Tensor | None = None,
+    *,
+    eps: float = 1e-6,
+    output_eps: float | None = None,
+    impl="auto",
+) -> tuple[Tensor, Tensor]:
+    r"""Prefix add, exact online-softmax merge and RMSNorm in one kernel (Algorithm 1, phase 2).
+
+    .. math:: p = \mathrm{prefix} + \mathrm{update}, \quad s_p = \mathrm{rstd}(p)\langle w \odot g, p\rangle, \quad
+              h = o_1 + \sigma(s_p - \mathrm{lse})(p - o_1), \quad y = \mathrm{RMSNorm}(h) \odot \mathrm{output\_weight}
+
+    p is rounded to the storage dtype before it serves as a source, so that one-pass, two-phase and sharded runs see
+    the same p.
+
+    Args:
+        update: output of the previous sublayer, `[..., d]`.
+        prefix: partial sum of the block before `update`, or None for the block's second sublayer. The block's first
+            sublayer has no partial sum at all: :func:`phase2_first`.
+        o1: `o1[i]` of :func:`phase1` for this sublayer, `[..., d]`.
+        lse: `lse[i]`, `[...]` fp32.
+        query, key_weight: w and g of this sublayer, `[d]`.
+        output_weight: weight of the next sublayer's RMSNorm, `[d]`; None applies no norm, so that y = h.
+        eps: epsilon of the key norm.
+        output_eps: epsilon of the output norm; None means `eps`.
+        impl: as in :func:`mix`.
+
+    Returns:
+        (p, y), both `[..., d]`. With `prefix=None`, p is `update` itself.
+
+    Raises:
+        TypeError, ValueError: as in :func:`mix`.
+
+    Example:
+        >>> import torch
+        >>> from tilewise.depth import phase1, phase2
+        >>> w = torch.zeros(4, 64)
+        >>> o1, lse = phase1([torch.randn(5, 64)], w)
+        >>> p, y = phase2(torch.randn(5, 64), None, o1[1], lse[1], w[1], output_weight=torch.ones(64))
+        >>> y.shape
+        torch.Size([5, 64])
+    """
+    check_impl(impl)
+    shape, dtype, device = check_sources([update])
+    for name, x in (("prefix", prefix), ("o1", o1)):
+        if x is not None:
+            check_same(name, x, shape, dtype, device)
+    if lse.shape != shape[:-1] or lse.device != device:
+        raise ValueError(f"lse: found {tuple(lse.shape)} on {lse.device}, expected {tuple(shape[:-1])} on {device}")
+    for name, x in (("query", query), ("key_weight", key_weight), ("output_weight", output_weight)):
+        check_vector(name, x, shape[-1], device)
+    return reference.phase2(update, prefix, o1, lse, query, key_weight, output_weight, eps=eps, output_eps=output_eps)
+
+
+def phase2_first(o1: Tensor, output_weight: Tensor | None = None, *, output_eps: float = 1e-6, impl="auto") -> Tensor:
+    """The first sublayer of a block reads o1 only: y = RMSNorm(o1) * output_weight.
+
+    Args:
+        o1: `o1[0]` of :func:`phase1`, `[..., d]`.
+        output_weight: `[d]`, or None for y = o1.
+        output_eps: epsilon of the norm.
+        impl: as in :func:`mix`.
+
+    Returns:
+        y `[..., d]`.
+
+    Raises:
+        TypeError, ValueError: as in :func:`mix`.
+    """
+    check_impl(impl)
+    shape, _, device = check_sources([o1])
+    check_vector("output_weight", output_weight, shape[-1], device)
+    return reference.phase2_first(o1, output_weight, output_eps=output_eps)
+
+
+def fused_attn_res(
+    prefix: Tensor,
+    delta: Tensor | None,
+    blocks: Tensor,
+    norm_weight: Tensor | None,
+    qk_weight: Tensor,
+    output_norm_weight: Tensor | None,
+    num_blocks: int,
+    block_write_idx: int,
+    eps: float,
+    output_norm_eps: float,
+    *,
+    impl="auto",
+) -> Tensor:
+    """The contract of serving engines in one launch: prefix add, block write, mix over the bank and the prefix, norm.
+
+    In place: `prefix += delta` (if delta is given), `blocks[:, block_write_idx] = prefix` (if the index is not
+    negative). Then y = RMSNorm(mix([blocks[:, 0], .., blocks[:, num_blocks - 1], prefix])) * output_norm_weight. For
+    inference: no gradient.
+
+    Args:
+        prefix: `[T, D]`, updated in place; rows may have any stride.
+        delta: `[T, D]`, or None.
+        blocks: bank `[T, NB, D]` with any token and block strides; the last axis is contiguous.
+        norm_weight: weight of the key RMSNorm, `[D]`, or None.
+        qk_weight: pseudo-query, `[D]`.
+        output_norm_weight: `[D]`, or None for no output norm.
+        num_blocks: completed blocks to read, 0 to NB. With 0 the mix is the prefix itself.
+        block_write_idx: row of the bank that receives the prefix, or -1.
+        eps: epsilon of the key norm.
+        output_norm_eps: epsilon of the output norm.
+        impl: as in :func:`mix`.
+
+    Returns:
+        `[T, D]` in the dtype of `prefix`.
+
+    Raises:
+        TypeError, ValueError: a shape, dtype, device or index that does not fit.
+        RuntimeError: called on tensors that require a gradient while gradients are recorded.
+
+    Example:
+        >>> import torch
+        >>> from tilewise.depth import fused_attn_res
+        >>> p, bank = torch.randn(3, 64), torch.randn(3, 9, 64)
+        >>> one = torch.ones(64)
+        >>> fused_attn_res(p, torch.randn(3, 64), bank, one, torch.zeros(64), one, 2, -1, 1e-5, 1e-5).shape
+        torch.Size([3, 64])
+    """
+    check_impl(impl)
+    return reference.fused_attn_res(
+        prefix, delta, blocks, norm_weight, qk_weight, output_norm_weight, num_blocks, block_write_idx, eps,
+        output_norm_eps,
+    )  # fmt: skip
