@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["ROUNDS", "keep", "threshold"]
+__all__ = ["ROUNDS", "keep", "philox", "threshold"]
 
 ROUNDS = 7
 _WORD = 0xFFFFFFFF
@@ -35,15 +35,24 @@ def keep(seed: Tensor, heads: Tensor, rows: Tensor, columns: tuple[int, int], p:
     """
     start, stop = columns[0] // 4 * 4, -(-columns[1] // 4) * 4
     groups = torch.arange(start // 4, stop // 4, device=seed.device)
-    c0 = groups[None, None, :].expand(len(heads), len(rows), -1)
-    c1 = rows.to(seed.device, torch.int64)[None, :, None] & _WORD
-    c2 = heads.to(seed.device, torch.int64)[:, None, None] & _WORD
-    c3 = torch.zeros((), dtype=torch.int64, device=seed.device)
-    k0, k1 = seed.reshape(()) & _WORD, (seed.reshape(()) >> 32) & _WORD
+    zero = torch.zeros((), dtype=torch.int64, device=seed.device)
+    key = seed.reshape(())
+    counter = (
+        groups[None, None, :].expand(len(heads), len(rows), -1),
+        rows.to(seed.device, torch.int64)[None, :, None] & _WORD,
+        heads.to(seed.device, torch.int64)[:, None, None] & _WORD,
+        zero,
+    )
+    words = torch.stack(torch.broadcast_tensors(*philox(counter, (key & _WORD, (key >> 32) & _WORD))), -1).flatten(-2)
+    return words[..., columns[0] - start : columns[1] - start] >= threshold(p)
+
+
+def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
+    """Philox-4x32 of :data:`ROUNDS` rounds: four words from four counter words and two key words (int64 tensors)."""
+    (c0, c1, c2, c3), (k0, k1) = counter, key
     for _ in range(ROUNDS):
         # Products of two 32-bit words wrap in int64, and both halves of the wrapped product are still right.
         a, b = c0 * _M0, c2 * _M1
         c0, c1, c2, c3 = ((b >> 32) & _WORD) ^ c1 ^ k0, b & _WORD, ((a >> 32) & _WORD) ^ c3 ^ k1, a & _WORD
         k0, k1 = (k0 + _W0) & _WORD, (k1 + _W1) & _WORD
-    words = torch.stack(torch.broadcast_tensors(c0, c1, c2, c3), -1).flatten(-2)
-    return words[..., columns[0] - start : columns[1] - start] >= threshold(p)
+    return c0, c1, c2, c3
