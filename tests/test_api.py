@@ -1,0 +1,180 @@
+"""attention(): what it refuses and in which words, what it chooses, its options."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import tilewise as tw
+
+
+def qkv(B=2, H=4, Hk=4, Tq=10, Tk=10, d=8, d_v=8, **options):
+    return (
+        torch.randn(B, H, Tq, d, **options),
+        torch.randn(B, Hk, Tk, d, **options),
+        torch.randn(B, Hk, Tk, d_v, **options),
+    )
+
+
+def call(q=None, k=None, v=None, **arguments):
+    defaults = qkv()
+    return tw.attention(*(d if x is None else x for x, d in zip((q, k, v), defaults, strict=True)), **arguments)
+
+
+WRONG = {
+    "rank": (dict(q=torch.randn(2, 10, 8)), ValueError, r"q has shape \(2, 10, 8\); expected \[B, H, T, d\]"),
+    "batch": (dict(k=torch.randn(1, 4, 10, 8)), ValueError, "k has a batch of 1; expected 2, as q"),
+    "heads": (
+        dict(k=torch.randn(2, 3, 10, 8), v=torch.randn(2, 3, 10, 8)), ValueError,
+        "k has 3 heads; expected a divisor of q's 4",
+    ),
+    "width": (dict(k=torch.randn(2, 4, 10, 9)), ValueError, "k has width 9; expected 8, as q"),
+    "values": (dict(v=torch.randn(2, 4, 11, 8)), ValueError, r"v has shape \(2, 4, 11, 8\); expected \[B, 4, 10, d_v\]"),
+    "integers": (dict(q=torch.ones(2, 4, 10, 8, dtype=torch.int64)), TypeError, "q is torch.int64; expected float64"),
+    "dtypes": (dict(k=torch.randn(2, 4, 10, 8).half()), TypeError, "k is torch.float16; expected torch.float32, as q"),
+    "devices": (dict(k=torch.randn(2, 4, 10, 8, device="meta")), ValueError, "k is on meta; expected cpu, where q is"),
+    "no term": (dict(terms=[3]), TypeError, "terms has a int; expected Scalar, OnQuery"),
+    "few rows": (
+        dict(terms=lambda: tw.Scalar(torch.randn(4, 5), tw.t5_buckets())), ValueError,
+        "Scalar.table has 5 rows; expected at least 32, which its map t5:32:128:1 needs",
+    ),
+    "T5 rank": (dict(terms=lambda: tw.T5(torch.randn(32))), ValueError, r"weight has shape \(32,\); expected \[num_buckets, H\]"),
+    "table rank": (
+        dict(terms=lambda: tw.OnQuery(torch.randn(9), tw.clipped(-4, 4))), ValueError,
+        r"OnQuery.table has shape \(9,\); expected \[H, R, d\] or \[R, d\]",
+    ),
+    "table dtype": (
+        dict(terms=lambda: tw.OnKey(torch.ones(9, 8, dtype=torch.int32), tw.clipped(-4, 4))), TypeError,
+        "OnKey.table is torch.int32; expected a floating dtype",
+    ),
+    "no map": (dict(terms=lambda: tw.OnKey(torch.randn(9, 8), 4)), TypeError, "OnKey.rows is a int; expected a RowMap"),
+    "table heads": (dict(terms=tw.T5(torch.randn(32, 3))), ValueError, r"Scalar.table has 3 heads; expected 4 \(q's\) or 1"),
+    "table width": (
+        dict(terms=tw.Shaw(torch.randn(9, 7), left=4, right=4)), ValueError, "OnQuery.table has width 7; expected 8",
+    ),
+    "value width": (
+        dict(terms=tw.Shaw(torch.randn(9, 8), torch.randn(9, 7), left=4, right=4)), ValueError,
+        "OnValue.table has width 7; expected 8",
+    ),
+    "short reach": (
+        dict(terms=tw.OnQuery(torch.randn(17, 8), tw.identity(8))), ValueError,
+        r"for offsets up to ±8; these lengths \(Tq = 10, Tk = 10, offset = 0\) meet 9: expected at least 19 rows",
+    ),
+    "even rows": (
+        dict(terms=lambda: tw.TransformerXL(torch.randn(18, 8), torch.randn(4, 8), torch.randn(4, 8))), ValueError,
+        "table has 18 rows; expected an odd number",
+    ),
+    "left": (
+        dict(terms=tw.Inkling(torch.randn(9, 3), torch.randn(2, 4, 9, 3))), ValueError,
+        r"OnQuery's left has shape \(2, 4, 9, 3\); expected \(2, 4, 10, 3\)",
+    ),
+    "gate": (
+        dict(terms=tw.Scalar(torch.randn(4, 9), tw.clipped(-4, 4), gate=torch.randn(2, 4, 9))), ValueError,
+        r"Scalar's gate has shape \(2, 4, 9\); expected \(2, 4, 10\)",
+    ),
+    "bias": (
+        dict(terms=tw.TransformerXL(torch.randn(19, 8), torch.randn(3, 8), torch.randn(4, 8))), ValueError,
+        r"QueryBias.bias has shape \(3, 8\); expected \[4, 8\], heads and width",
+    ),
+    "table device": (
+        dict(terms=tw.T5(torch.randn(32, 4, device="meta"))), ValueError, "Scalar's table is on meta; expected cpu, where q is",
+    ),
+    "NaN": (dict(terms=tw.T5(torch.full((32, 4), torch.nan))), ValueError, "Scalar.table has NaN entries"),
+    "long": (dict(mask=tw.Mask.lengths([5, 11])), ValueError, "mask.bounds reach from 0 to 11; expected 0 to Tk = 10"),
+    "few lengths": (dict(mask=tw.Mask.lengths([5, 5, 5])), ValueError, r"mask.bounds has shape \(3, 1, 2\); expected \[1 or 2,"),
+    "negative": (dict(mask=lambda: tw.Mask.lengths([-1, 5])), ValueError, r"lengths \[-1, 5\].*expected 0 ≤ starts ≤ lengths"),
+    "cu_seqlens": (dict(mask=lambda: tw.Mask.packed([0, 5, 3])), ValueError, r"cu_seqlens is \[0, 5, 3\]; expected numbers rising"),
+    "window": (dict(mask=lambda: tw.Mask.window(-1)), ValueError, r"window is \(-1, 0\); expected two numbers ≥ 0"),
+    "padding": (dict(mask=tw.Mask.padding(torch.ones(2, 9))), ValueError, r"mask.keys has shape \(2, 9\); expected \[2, 10\]"),
+    "padding rank": (dict(mask=lambda: tw.Mask.padding(torch.ones(2, 1, 9))), ValueError, "padding mask has shape"),
+    "dense": (dict(mask=tw.Mask.full(torch.ones(9, 10, dtype=torch.bool))), ValueError, r"mask.dense has shape \(1, 1, 9, 10\)"),
+    "dense dtype": (dict(mask=lambda: tw.Mask.full(torch.ones(10, 10))), TypeError, "mask is torch.float32; expected bool"),
+    "dropout": (dict(dropout_p=1.0), ValueError, "dropout_p is 1.0; expected 0 ≤ dropout_p < 1"),
+    "empty rows": (dict(empty_rows="nan"), ValueError, "empty_rows is 'nan'; expected 'zero' or 'uniform'"),
+    "impl": (dict(impl="cuda"), ValueError, "impl is 'cuda'; expected 'auto', 'triton', 'blocked', 'reference'"),
+    "triton": (dict(impl="triton"), tw.Unsupported, "q is on cpu; triton runs on cuda. impl='blocked' runs it"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("arguments", "error", "message"), WRONG.values(), ids=WRONG)
+def test_bad_input_says_what_is_wrong(arguments, error, message):
+    with pytest.raises(error, match=message):
+        call(**{name: x() if callable(x) else x for name, x in arguments.items()})
+
+
+def test_default_offset_puts_the_queries_last():
+    q, k, v = qkv(Tq=3, dtype=torch.float64)
+    whole = torch.cat((torch.randn(2, 4, 7, 8, dtype=torch.float64), q), 2)
+    table = torch.randn(32, 4, dtype=torch.float64)
+    full = tw.attention(whole, k, v, terms=tw.T5(table, bidirectional=False), mask=tw.Mask.causal())
+    step = tw.attention(q, k, v, terms=tw.T5(table, bidirectional=False), mask=tw.Mask.causal())
+    torch.testing.assert_close(step, full[:, :, -3:], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("impl", ["reference", "blocked"])
+def test_rows_without_keys(impl):
+    q, k, v = (x.requires_grad_() for x in qkv(dtype=torch.float64))
+    mask = tw.Mask.lengths([0, 6])
+    o, lse = tw.attention(q, k, v, mask=mask, impl=impl, return_lse=True)
+    assert (o[0] == 0).all()
+    assert (lse[0] == -torch.inf).all()
+    for grad in torch.autograd.grad(o.square().sum(), (q, k, v)):
+        assert (grad[0] == 0).all()
+        assert grad[1].abs().sum() > 0
+    uniform = tw.attention(q, k, v, mask=mask, impl=impl, empty_rows="uniform")
+    torch.testing.assert_close(uniform[0], v[0].mean(1, keepdim=True).expand_as(uniform[0]))
+    torch.testing.assert_close(uniform[1], o[1])
+    dq, dk, dv = torch.autograd.grad(uniform[0].sum(), (q, k, v))
+    assert (dq == 0).all()
+    assert (dk == 0).all()
+    torch.testing.assert_close(dv[0], torch.ones_like(dv[0]))
+
+
+def test_partial_attentions_merge_by_their_lse():
+    q, k, v = qkv(dtype=torch.float64)
+    o, lse = tw.attention(q, k, v, return_lse=True)
+    parts = [tw.attention(q, k[:, :, s], v[:, :, s], return_lse=True) for s in (slice(0, 4), slice(4, 10))]
+    weights = torch.stack([part[1] for part in parts]).softmax(0)
+    torch.testing.assert_close(sum(w[..., None] * part[0] for w, part in zip(weights, parts, strict=True)), o)
+    torch.testing.assert_close(torch.stack([part[1] for part in parts]).logsumexp(0), lse)
+
+
+@pytest.mark.parametrize(("Tq", "Tk", "B"), [(0, 5, 2), (5, 0, 2), (5, 5, 0)])
+@pytest.mark.parametrize("impl", ["reference", "blocked"])
+def test_nothing_to_attend(Tq, Tk, B, impl):
+    q, k, v = (x.requires_grad_() for x in qkv(B=B, Tq=Tq, Tk=Tk))
+    table = torch.randn(32, 4, requires_grad=True)
+    o = tw.attention(q, k, v, terms=tw.T5(table), impl=impl, offset=0)
+    assert o.shape == (B, 4, Tq, 8)
+    assert (o == 0).all()
+    for x, grad in zip((q, k, v, table), torch.autograd.grad(o.sum(), (q, k, v, table)), strict=True):
+        assert grad.shape == x.shape
+        assert (grad == 0).all()
+
+
+def test_masks_join():
+    keys = torch.tensor([[True, True, False, True]])
+    mask = tw.Mask.window(2, 1) & tw.Mask.lengths([4], starts=[1]) & tw.Mask.padding(keys) & tw.Mask.causal()
+    i, j = torch.arange(4)[:, None], torch.arange(4)
+    expected = (i - j <= 2) & (j <= i) & (j >= 1) & keys
+    assert torch.equal(mask.allowed(4, 4)[0, 0], expected)
+    packed = tw.Mask.packed([0, 1, 3], total=5) & tw.Mask.full(torch.ones(5, 5, dtype=torch.bool))
+    document = torch.tensor([0, 1, 1, 2, 3])
+    assert torch.equal(packed.allowed(5, 5)[0, 0], (document[:, None] == document) & (document < 2))
+
+
+def test_importing_tilewise_needs_torch_alone():
+    code = (
+        "import sys\n"
+        "class Block:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name.split('.')[0] in ('triton', 'transformers', 'rich', 'typer', 'matplotlib'):\n"
+        "            raise ImportError(name)\n"
+        "sys.meta_path.insert(0, Block())\n"
+        "import torch, tilewise\n"
+        "q = torch.randn(1, 2, 5, 4)\n"
+        "print(tuple(tilewise.attention(q, q, q, terms=tilewise.T5(torch.zeros(32, 2))).shape))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "(1, 2, 5, 4)"

@@ -1,0 +1,159 @@
+"""The operator contract: opcheck, compilation, autocast, checkpointing, meta tensors, FLOPs, double backward."""
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+
+import tilewise as tw
+from tilewise.terms import lower, spec_of
+from tilewise.testing import CASES, Sizes
+
+FWD, BWD = torch.ops.tilewise.attn_fwd.default, torch.ops.tilewise.attn_bwd.default
+
+
+def operator_arguments(case, sizes, dtype, mask=None, dropout_p=0.0, layout=lambda x: x):
+    x = {name: layout(tensor) if name in "qkv" else tensor for name, tensor in case.inputs(sizes, dtype).items()}
+    content, ports = lower(x["q"], tw.terms.flatten(case.build(x, sizes)))
+    mask = mask or tw.Mask()
+    seed = torch.tensor([1234]) if dropout_p else None
+    tensors = [t for port in ports for t in port.tensors]
+    return (
+        content, x["k"], x["v"], tensors, mask.bounds, mask.keys, mask.dense, seed, spec_of(ports), case.scale(sizes.d),
+        sizes.Tk - sizes.Tq, mask.left, mask.right, dropout_p, "blocked",
+    )  # fmt: skip
+
+
+def permuted(x):
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def sliced(x):
+    return torch.cat((x, x), -1)[..., : x.shape[-1]]
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "sizes", "layout", "dropout_p"),
+    [
+        ("none", torch.float32, Sizes(), lambda x: x, 0.0),
+        ("t5", torch.float64, Sizes(Tq=9, Tk=13), permuted, 0.0),
+        ("shaw", torch.bfloat16, Sizes(d_v=24, H=4), sliced, 0.0),
+        ("transformer_xl", torch.float32, Sizes(Tq=7, Tk=7), permuted, 0.2),
+        ("deberta_v3", torch.float16, Sizes(), lambda x: x, 0.0),
+        ("wavlm", torch.float32, Sizes(), sliced, 0.0),
+        ("t5", torch.float32, Sizes(Tq=0), lambda x: x, 0.0),
+        ("none", torch.float32, Sizes(Tk=0), lambda x: x, 0.0),
+    ],
+)
+def test_opcheck(name, dtype, sizes, layout, dropout_p):
+    masks = tw.Mask.lengths([max(sizes.Tk - 3, 0), sizes.Tk]) & tw.Mask.window(6, 2)
+    arguments = operator_arguments(CASES[name], sizes, dtype, masks, dropout_p, layout)
+    assert set(torch.library.opcheck(FWD, arguments).values()) == {"SUCCESS"}
+    o, lse = FWD(*arguments)
+    need = [True] * (3 + len(arguments[3]))
+    for wanted in (need, [False, *need[1:-1], False]):
+        outcome = torch.library.opcheck(BWD, (torch.randn_like(o), None, o, lse, wanted, *arguments))
+        assert set(outcome.values()) == {"SUCCESS"}
+
+
+@pytest.mark.parametrize("name", ["t5", "transformer_xl", "deberta_v3"])
+def test_one_graph_serves_every_length_forward_and_backward(name):
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+
+    def run(q, k, v, a, b):
+        if name == "t5":
+            terms, mask = tw.T5(a), tw.Mask.causal()
+        elif name == "deberta_v3":
+            terms, mask = tw.DeBERTa(a, b, position_buckets=16, max_relative_positions=32), tw.Mask()
+        else:
+            terms, mask = tw.TransformerXL(a, b, b), tw.Mask.window(20)
+        return tw.attention(q, k, v, terms=terms, mask=mask)
+
+    compiled = torch.compile(run, backend=counter, fullgraph=True, dynamic=True)
+    shapes = {
+        "t5": ((32, 3), (1,)),
+        "transformer_xl": ((3, 101, 8), (3, 8)),
+        "deberta_v3": ((3, 32, 8), (3, 32, 8)),
+    }
+    for T in (12, 19, 31):
+        x = [torch.randn(2, 3, T, 8) for _ in range(3)] + [torch.randn(s) for s in shapes[name]]
+        ours, eager = ([t.clone().requires_grad_() for t in x] for _ in range(2))
+        got, expected = compiled(*ours), run(*eager)
+        assert torch.equal(got, expected)
+        got.sin().sum().backward()
+        expected.sin().sum().backward()
+        for a, b in zip(ours, eager, strict=True):
+            assert (a.grad is None) == (b.grad is None)
+            assert a.grad is None or torch.equal(a.grad, b.grad)
+    assert counter.frame_count == 1
+
+
+def test_autocast_lowers_the_products_and_keeps_the_statistics():
+    q, k, v = (torch.randn(1, 2, 9, 8, requires_grad=True) for _ in range(3))
+    table = torch.randn(32, 2, requires_grad=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        o, lse = tw.attention(q, k, v, terms=tw.T5(table), return_lse=True)
+    assert o.dtype == torch.bfloat16
+    assert lse.dtype == torch.float32
+    o.float().sum().backward()
+    assert q.grad.dtype == table.grad.dtype == torch.float32
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert tw.attention(q.bfloat16(), k, v).dtype == torch.bfloat16
+        assert tw.attention(q.double(), k.double(), v.double()).dtype == torch.float64
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointing_repeats_the_dropout(reentrant):
+    x = [torch.randn(1, 2, 33, 8, requires_grad=True) for _ in range(3)] + [torch.randn(32, 2, requires_grad=True)]
+
+    def run(q, k, v, w):
+        return tw.attention(q, k, v, terms=tw.T5(w), dropout_p=0.3)
+
+    torch.manual_seed(3)
+    plain = torch.autograd.grad(run(*x).square().sum(), x)
+    torch.manual_seed(3)
+    o = checkpoint(run, *x, use_reentrant=reentrant)
+    o.square().sum().backward()
+    for a, b in zip(x, plain, strict=True):
+        assert torch.equal(a.grad, b)
+
+
+def test_meta_tensors():
+    with torch.device("meta"):
+        q, k, v = torch.randn(2, 4, 9, 8), torch.randn(2, 2, 11, 8), torch.randn(2, 2, 11, 6)
+        o, lse = tw.attention(q, k, v, terms=tw.T5(torch.randn(32, 4)), return_lse=True)
+    assert o.shape == (2, 4, 9, 6)
+    assert lse.shape == (2, 4, 9)
+    assert o.is_meta
+    # Merging the heads must not copy.
+    assert o.transpose(1, 2).is_contiguous()
+
+
+def test_flops_are_counted_as_for_sdpa():
+    q, k, v = torch.randn(2, 4, 16, 8, requires_grad=True), torch.randn(2, 4, 24, 8), torch.randn(2, 4, 24, 8)
+    with FlopCounterMode(display=False) as counter:
+        tw.attention(q, k, v)
+    with FlopCounterMode(display=False) as sdpa:
+        torch.nn.functional.scaled_dot_product_attention(q, k, v)
+    assert counter.get_total_flops() == sdpa.get_total_flops() == 4 * 2 * 4 * 16 * 24 * 8
+    with FlopCounterMode(display=False) as counter:
+        tw.attention(q, k, v).sum().backward()
+    assert counter.get_total_flops() == 14 * 2 * 4 * 16 * 24 * 8
+
+
+def test_a_second_derivative_is_refused():
+    q = torch.randn(1, 1, 4, 8, requires_grad=True)
+    (grad,) = torch.autograd.grad(tw.attention(q, q, q).sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.sum().backward()
+
+
+def test_frozen_tables_get_no_gradient():
+    q, k, v = (torch.randn(1, 2, 9, 8, requires_grad=True) for _ in range(3))
+    table = torch.randn(32, 2)
+    tw.attention(q, k.detach(), v, terms=tw.T5(table)).sum().backward()
+    assert k.grad is None
+    assert q.grad is not None
+    assert table.grad is None
