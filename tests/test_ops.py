@@ -39,8 +39,8 @@ def sliced(x):
         ("none", torch.float32, Sizes(), lambda x: x, 0.0),
         ("t5", torch.float64, Sizes(Tq=9, Tk=13), permuted, 0.0),
         ("shaw", torch.bfloat16, Sizes(d_v=24, H=4), sliced, 0.0),
-        ("transformer_xl", torch.float32, Sizes(Tq=7, Tk=7), permuted, 0.2),
-        ("deberta_v3", torch.float16, Sizes(), lambda x: x, 0.0),
+        ("txl", torch.float32, Sizes(Tq=7, Tk=7), permuted, 0.2),
+        ("deberta", torch.float16, Sizes(), lambda x: x, 0.0),
         ("wavlm", torch.float32, Sizes(), sliced, 0.0),
         ("t5", torch.float32, Sizes(Tq=0), lambda x: x, 0.0),
         ("none", torch.float32, Sizes(Tk=0), lambda x: x, 0.0),
@@ -57,7 +57,7 @@ def test_opcheck(name, dtype, sizes, layout, dropout_p):
         assert set(outcome.values()) == {"SUCCESS"}
 
 
-@pytest.mark.parametrize("name", ["t5", "transformer_xl", "deberta_v3"])
+@pytest.mark.parametrize("name", ["t5", "txl", "deberta"])
 def test_one_graph_serves_every_length_forward_and_backward(name):
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
@@ -65,7 +65,7 @@ def test_one_graph_serves_every_length_forward_and_backward(name):
     def run(q, k, v, a, b):
         if name == "t5":
             terms, mask = tw.T5(a), tw.Mask.causal()
-        elif name == "deberta_v3":
+        elif name == "deberta":
             terms, mask = tw.DeBERTa(a, b, position_buckets=16, max_relative_positions=32), tw.Mask()
         else:
             terms, mask = tw.TransformerXL(a, b, b), tw.Mask.window(20)
@@ -74,8 +74,8 @@ def test_one_graph_serves_every_length_forward_and_backward(name):
     compiled = torch.compile(run, backend=counter, fullgraph=True, dynamic=True)
     shapes = {
         "t5": ((32, 3), (1,)),
-        "transformer_xl": ((3, 101, 8), (3, 8)),
-        "deberta_v3": ((3, 32, 8), (3, 32, 8)),
+        "txl": ((3, 101, 8), (3, 8)),
+        "deberta": ((3, 32, 8), (3, 32, 8)),
     }
     for T in (12, 19, 31):
         x = [torch.randn(2, 3, T, 8) for _ in range(3)] + [torch.randn(s) for s in shapes[name]]
