@@ -1,0 +1,137 @@
+"""What a block of layers carries and how: the options of carried attention, checked once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ..mask import Mask
+
+__all__ = ["CarriedConfig"]
+
+SCALINGS = ("sum", "mean", "gain")
+PLANS = ("auto", "recompute", "stored", "mixed")
+IMPLS = ("auto", "triton", "blocked", "reference")
+
+
+@dataclass(frozen=True)
+class CarriedConfig:
+    """Options of a block of layers whose attention scores accumulate.
+
+    With R_i = s Q_i K_iᵀ (s the scale, position encodings already applied to Q and K) and M_i the mask of layer i,
+
+        Z_i = R_i + β_i C_{i−1}        C_i = Z_i where M_i, else 0        C_{−1} = 0
+        P_i = softmax(cap(Z_i / c_i) where M_i, else −∞)        O_i = dropout(P_i) V_i
+
+    β_i = 1 and c_i = 1 for ``sum``, c_i = i + 1 for ``mean``, β_i a gain per head for ``gain``; cap(x) is
+    ``softcap · tanh(x / softcap)``. Only scores are carried: softcap, sink, mask and dropout act inside a layer.
+
+    Attributes:
+        layers: layers in a block. The first takes no carry, the last one hands none on.
+        scaling: ``sum`` (RealFormer's default), ``mean`` (its running mean: the sum is carried, and divided only before
+            the softmax) or ``gain`` (every layer but the first takes a tensor [H]).
+        detach: stop the gradient at the carry: layer i does not train the queries and keys of the layers before it.
+        causal: keys at or before the query only.
+        windows: how many keys back a query sees, itself included (and as many ahead without `causal`); one number for
+            all layers, or one entry a layer, None for no window. Where windows differ, a layer hands on zero outside
+            its own window.
+        scale: s; default 1/√d.
+        softcap: bound on the scores before the softmax, or None.
+        sink: whether layers may be given a sink's scores.
+        dropout_p: probability of dropping an entry of P.
+        plan: ``recompute`` (no N² memory; a layer forms the scores of all layers before it again), ``stored`` (the
+            scores of every layer but the last are kept), ``mixed`` (one score tensor a block is kept, the rest
+            formed again) or ``auto`` (see :func:`tilewise.carried.choose_plan`).
+        blocks: blocks whose saved scores are alive at once (1 if whole blocks are checkpointed); for ``auto``.
+        impl: ``triton``, ``blocked`` (any device), ``reference`` (dense) or ``auto``. A name never falls back.
+        tile: side of a stored tile in tokens.
+        carry_dtype: what Z is stored in; default fp16 for 16-bit inputs (bf16 would cost 3 to 26 times attention's own
+            error), else the dtype of the inputs. Saturated at the largest finite value.
+        centre: where scores are stored, subtract q·k̄ from every row, k̄ the mean of the layer's keys. The softmax does
+            not see it, and fp16 then spends its digits on differences: keys with a large common part would otherwise
+            cost three times attention's own error. Not used with softcap, sink or windows that differ.
+        grad_dtype: what the gradient of the carry is stored in; default bf16 for 16-bit inputs (fp16 would underflow
+            with small losses), else the dtype of the inputs.
+
+    Raises:
+        ValueError: an option outside its range, named with the value found.
+
+    Source: He et al. 2021, "RealFormer: Transformer Likes Residual Attention".
+
+    Example:
+        >>> CarriedConfig(layers=4, windows=(128, 128, 128, None)).mask(3).left == 2**30
+        True
+    """
+
+    layers: int = 4
+    scaling: str = "sum"
+    detach: bool = False
+    causal: bool = True
+    windows: int | tuple[int | None, ...] | None = None
+    scale: float | None = None
+    softcap: float | None = None
+    sink: bool = False
+    dropout_p: float = 0.0
+    plan: str = "auto"
+    blocks: int = 1
+    impl: str = "auto"
+    tile: int = 128
+    centre: bool = True
+    carry_dtype: torch.dtype | None = None
+    grad_dtype: torch.dtype | None = None
+
+    def __post_init__(self) -> None:
+        for name, value, legal in (
+            ("scaling", self.scaling, SCALINGS),
+            ("plan", self.plan, PLANS),
+            ("impl", self.impl, IMPLS),
+        ):
+            if value not in legal:
+                raise ValueError(f"{name} is {value!r}; expected one of {', '.join(legal)}")
+        for name, value in (("layers", self.layers), ("blocks", self.blocks)):
+            if value < 1:
+                raise ValueError(f"{name} is {value}; expected at least 1")
+        if self.tile < 16 or self.tile & (self.tile - 1):
+            raise ValueError(f"tile is {self.tile}; expected a power of two from 16 on")
+        if not 0.0 <= self.dropout_p < 1.0:
+            raise ValueError(f"dropout_p is {self.dropout_p}; expected 0 ≤ dropout_p < 1")
+        if self.softcap is not None and self.softcap <= 0:
+            raise ValueError(f"softcap is {self.softcap}; expected a positive number, or None for no cap")
+        if isinstance(self.windows, tuple) and len(self.windows) != self.layers:
+            raise ValueError(
+                f"windows has {len(self.windows)} entries; expected layers = {self.layers} of them, or one number"
+            )
+        for window in self.windows if isinstance(self.windows, tuple) else (self.windows,):
+            if window is not None and window < 1:
+                raise ValueError(f"windows holds {window}; expected numbers from 1 on (1 sees itself only), or None")
+        if self.impl == "reference" and self.plan not in ("auto", "recompute"):
+            raise ValueError(f"impl='reference' has no plan {self.plan!r}; nearest legal call: plan='recompute'")
+
+    def window(self, layer: int) -> int | None:
+        """The window of a layer, or None."""
+        return self.windows[layer] if isinstance(self.windows, tuple) else self.windows
+
+    @property
+    def uniform(self) -> bool:
+        """True if all layers see the same keys."""
+        return not isinstance(self.windows, tuple) or len(set(self.windows)) == 1
+
+    @property
+    def centred(self) -> bool:
+        """True if stored scores are centred: only where a shift of a row changes nothing."""
+        return self.centre and self.softcap is None and not self.sink and self.uniform
+
+    def mask(self, layer: int, base: Mask | None = None) -> Mask:
+        """The mask of a layer: `base` and causality and the layer's window."""
+        mask = Mask() if base is None else base
+        if self.causal:
+            mask = mask & Mask.causal()
+        window = self.window(layer)
+        if window is not None:
+            mask = mask & Mask.window(window - 1, 0 if self.causal else window - 1)
+        return mask
+
+    def divisor(self, layer: int) -> int:
+        """c_i: what the accumulated scores are divided by before the softmax."""
+        return layer + 1 if self.scaling == "mean" else 1

@@ -1,0 +1,120 @@
+"""Which plan a block runs: decided by length, windows, free memory and device, and said aloud."""
+
+from __future__ import annotations
+
+import os
+from typing import NamedTuple
+
+import torch
+
+from .config import CarriedConfig
+from .layout import TileLayout
+
+__all__ = ["Decision", "choose_plan", "free_memory"]
+
+SHARE = 0.5
+"""How much of the free memory carries may take: the rest is for activations that are not allocated yet."""
+
+
+class Decision(NamedTuple):
+    """What was picked and why.
+
+    Attributes:
+        plan: ``recompute``, ``stored`` or ``mixed``.
+        impl: ``triton``, ``blocked`` or ``reference``.
+        reason: one sentence.
+        saved_bytes: scores kept for the backward pass by the blocks that are alive at once.
+        transient_bytes: the gradient of the carry, and what a forward pass holds besides.
+    """
+
+    plan: str
+    impl: str
+    reason: str
+    saved_bytes: int
+    transient_bytes: int
+
+    def __str__(self) -> str:
+        mib = 2.0**20
+        return (
+            f"{self.plan} on {self.impl}: {self.reason} "
+            f"(saved {self.saved_bytes / mib:.1f} MiB, transient {self.transient_bytes / mib:.1f} MiB)"
+        )
+
+
+def free_memory(device: torch.device) -> int | None:
+    """Bytes that can be allocated on `device` now, or None where the platform does not say."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    if device.type == "cpu" and "SC_AVPHYS_PAGES" in getattr(os, "sysconf_names", {}):
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return None
+
+
+def choose_plan(
+    config: CarriedConfig, layout: TileLayout, B: int, H: int, *, dtype: torch.dtype, device: torch.device,
+    training: bool = True, impl: str = "blocked", free: int | None = None,
+) -> Decision:  # fmt: skip
+    """Pick the plan of a block.
+
+    One packed buffer holds b = B · H · live tiles · tile² scores. Of an L-layer block, ``stored`` keeps L − 1 buffers,
+    ``mixed`` keeps one and forms the rest again, ``recompute`` keeps none and forms every earlier layer's scores again
+    in every layer. The first whose saved and transient bytes fit in half of the free memory is taken, in that order,
+    since each saves matrix products over the next.
+
+    Args:
+        config: options; a plan other than ``auto`` is taken as it is.
+        layout: the live tiles.
+        B, H: batch and query heads.
+        dtype, device: of the queries.
+        training: whether a backward pass follows.
+        impl: what runs the plan.
+        free: bytes free; default :func:`free_memory`.
+
+    Example:
+        >>> config = CarriedConfig(tile=16)
+        >>> choose_plan(config, TileLayout(config, 64, 64), 1, 2, dtype=torch.bfloat16, device=torch.device("cpu"),
+        ...             free=10**9).plan
+        'stored'
+    """
+    carry, grad = carry_dtypes(config, dtype)
+    one = layout.nbytes(B, H, carry.itemsize)
+    e = layout.nbytes(B, H, grad.itemsize) if training and not config.detach else 0
+    blocks = config.blocks if training else 1
+    size = {
+        "stored": ((config.layers - 1) * one * blocks if training else 0, e if training else 2 * one),
+        "mixed": (one * blocks if training and config.layers > 2 else 0, e if training else one),
+        "recompute": (0, 0),
+    }
+    if config.plan != "auto":
+        return Decision(config.plan, impl, "asked for", *size[config.plan])
+    if config.layers == 1:
+        return Decision("recompute", impl, "a block of one layer carries nothing", 0, 0)
+    if impl == "reference":
+        return Decision("recompute", impl, "the dense reference keeps whole score matrices", 0, 0)
+    if torch.compiler.is_compiling():
+        return Decision(
+            "recompute", impl, "free memory cannot be read while a graph is traced; name a plan to store scores", 0, 0
+        )
+    free = free_memory(device) if free is None else free
+    if free is None:
+        return Decision("recompute", impl, f"free memory of {device.type} is not known", 0, 0)
+    budget, gib = SHARE * free, 2.0**30
+    refused = []
+    for plan in ("stored", "mixed") if training else ("mixed",):
+        need = sum(size[plan])
+        if need <= budget:
+            why = f"{need / gib:.2f} GiB for {blocks} block(s) fit in half of the {free / gib:.2f} GiB free"
+            return Decision(plan, impl, "; ".join([*refused, why]), *size[plan])
+        refused.append(f"{plan} needs {need / gib:.2f} GiB")
+    why = f"more than half of the {free / gib:.2f} GiB free"
+    return Decision("recompute", impl, f"{', '.join(refused)}: {why}", 0, 0)
+
+
+def carry_dtypes(config: CarriedConfig, dtype: torch.dtype) -> tuple[torch.dtype, torch.dtype]:
+    """What Z and E are stored in for inputs of `dtype`."""
+    half = dtype in (torch.float16, torch.bfloat16)
+    return (
+        config.carry_dtype or (torch.float16 if half else dtype),
+        config.grad_dtype or (torch.bfloat16 if half else dtype),
+    )

@@ -1,0 +1,82 @@
+"""The oracle: a block of carried attention, dense, differentiable, in any dtype and on any device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..dropout import keep
+from ..mask import Mask
+from .config import CarriedConfig
+
+__all__ = ["carried_attention_reference", "carried_layer_reference"]
+
+
+def carried_layer_reference(
+    q: Tensor, k: Tensor, v: Tensor, carry: Tensor | None, layer: int, config: CarriedConfig, *,
+    mask: Mask | None = None, offset: int | None = None, gain: Tensor | None = None, sink: Tensor | None = None,
+    seed: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """O_i and C_i of one layer, by the equation of :class:`CarriedConfig`.
+
+    Args:
+        q: [B, H, Tq, d]. k: [B, Hk, Tk, d]. v: [B, Hk, Tk, d_v]; Hk divides H.
+        carry: C_{i−1} [B, H, Tq, Tk], or None for the first layer of a block.
+        layer: i, from 0 within the block.
+        mask: documents, lengths or intervals beside the config's causality and window.
+        offset: position of the first query among the keys; default Tk − Tq.
+        gain: β_i [H], for ``scaling="gain"`` and layer > 0.
+        sink: [H], an extra score in the softmax's sum that has no value and is not carried.
+        seed: int64 tensor of one element, for dropout.
+
+    Returns:
+        O_i [B, H, Tq, d_v] and C_i [B, H, Tq, Tk]. Rows that see no key give 0, with zero gradient.
+    """
+    B, H, Tq, d = q.shape
+    Tk, G = k.shape[2], H // k.shape[1]
+    scale = d**-0.5 if config.scale is None else config.scale
+    seen = config.mask(layer, mask).to(q.device).allowed(Tq, Tk, Tk - Tq if offset is None else offset)
+
+    Z = scale * (q @ k.repeat_interleave(G, 1).mT)
+    if carry is not None:
+        carry = carry.detach() if config.detach else carry
+        Z = Z + (carry if gain is None else gain.to(Z.dtype)[:, None, None] * carry)
+
+    S = Z / config.divisor(layer)
+    if config.softcap is not None:
+        S = config.softcap * torch.tanh(S / config.softcap)
+    S = S.masked_fill(~seen, float("-inf"))
+    if sink is not None:
+        S = torch.cat((S, sink.to(S.dtype)[:, None, None].expand(B, H, Tq, 1)), -1)
+    # A row of −∞ alone would give NaN, in the gradient too.
+    empty = (S == float("-inf")).all(-1, keepdim=True)
+    P = S.masked_fill(empty, 0.0).softmax(-1).masked_fill(empty, 0.0)[..., :Tk]
+    if config.dropout_p > 0.0:
+        planes, rows = torch.arange(B * H, device=q.device), torch.arange(Tq, device=q.device)
+        P = P * keep(seed, planes, rows, (0, Tk), config.dropout_p).view(B, H, Tq, Tk) / (1.0 - config.dropout_p)
+    return P @ v.repeat_interleave(G, 1), Z.masked_fill(~seen, 0.0)
+
+
+def carried_attention_reference(
+    q: Sequence[Tensor], k: Sequence[Tensor], v: Sequence[Tensor], config: CarriedConfig, *, mask: Mask | None = None,
+    offset: int | None = None, gain: Sequence[Tensor | None] | None = None, sink: Sequence[Tensor | None] | None = None,
+    seed: Sequence[Tensor | None] | None = None,
+) -> list[Tensor]:  # fmt: skip
+    """O_0 … of one block from the queries, keys and values of its layers (see :func:`carried_layer_reference`).
+
+    Example:
+        >>> q, k, v = ([torch.randn(1, 2, 5, 8) for _ in range(4)] for _ in range(3))
+        >>> [tuple(o.shape) for o in carried_attention_reference(q, k, v, CarriedConfig())][0]
+        (1, 2, 5, 8)
+    """
+    outputs, carry = [], None
+    at = lambda values, i: None if values is None else values[i]  # noqa: E731
+    for i in range(len(q)):
+        O, carry = carried_layer_reference(
+            q[i], k[i], v[i], carry, i, config, mask=mask, offset=offset, gain=at(gain, i) if i else None,
+            sink=at(sink, i), seed=at(seed, i),
+        )  # fmt: skip
+        outputs.append(O)
+    return outputs
