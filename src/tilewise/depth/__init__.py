@@ -1,8 +1,8 @@
 """Attention Residuals: a residual stream that mixes earlier sublayers' outputs by a softmax over depth."""
 
 from tilewise.depth.functional import (
+    complete,
     fold_queries,
-    fused_attn_res,
     mix,
     mix_norm,
     mix_update,
@@ -12,8 +12,10 @@ from tilewise.depth.functional import (
     phase2_first,
     scores,
 )
+from tilewise.depth.serving import fused_attn_res
 
 __all__ = [
+    "complete",
     "fold_queries",
     "fused_attn_res",
     "mix",

@@ -6,13 +6,14 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from tilewise.depth import reference
-from tilewise.depth.checks import check_impl, check_matrix, check_same, check_sources, check_vector
+from tilewise.depth import autograd, reference
+from tilewise.depth.checks import check_matrix, check_same, check_sources, check_vector
+from tilewise.depth.ops import check_call, fold
 from tilewise.depth.reference import fold_queries
 
 __all__ = [
+    "complete",
     "fold_queries",
-    "fused_attn_res",
     "mix",
     "mix_norm",
     "mix_update",
@@ -24,6 +25,10 @@ __all__ = [
 ]
 
 Sources = Sequence[Tensor] | Tensor
+
+
+def _list(sources: Sources) -> Sequence[Tensor]:
+    return sources.unbind(0) if isinstance(sources, Tensor) else sources
 
 
 def mix(sources: Sources, query: Tensor, key_weight: Tensor | None = None, *, eps: float = 1e-6, impl="auto") -> Tensor:
@@ -57,11 +62,14 @@ def mix(sources: Sources, query: Tensor, key_weight: Tensor | None = None, *, ep
         >>> mix(v, torch.zeros(64)).shape
         torch.Size([2, 5, 64])
     """
-    check_impl(impl)
-    shape, _, device = check_sources(sources)
+    shape, dtype, device = check_sources(sources)
+    check_call(impl, sources[0])
     check_vector("query", query, shape[-1], device)
     check_vector("key_weight", key_weight, shape[-1], device)
-    return reference.mix(sources, query, key_weight, eps=eps)
+    if impl == "reference":
+        return reference.mix(sources, query, key_weight, eps=eps)
+    q = fold(query, key_weight, dtype)
+    return autograd.Mix.apply(eps, eps, impl, None, None, q, None, *_list(sources))[1]
 
 
 def mix_norm(
@@ -94,11 +102,14 @@ def mix_norm(
         >>> mix_norm(v[:3], torch.zeros(64), output_weight=torch.ones(64)).shape
         torch.Size([5, 64])
     """
-    check_impl(impl)
-    shape, _, device = check_sources(sources)
+    shape, dtype, device = check_sources(sources)
+    check_call(impl, sources[0])
     for name, x in (("query", query), ("key_weight", key_weight), ("output_weight", output_weight)):
         check_vector(name, x, shape[-1], device)
-    return reference.mix_norm(sources, query, key_weight, output_weight, eps=eps, output_eps=output_eps)
+    if impl == "reference":
+        return reference.mix_norm(sources, query, key_weight, output_weight, eps=eps, output_eps=output_eps)
+    q, output_eps = fold(query, key_weight, dtype), eps if output_eps is None else output_eps
+    return autograd.Mix.apply(eps, output_eps, impl, None, None, q, output_weight, *_list(sources))[1]
 
 
 def mix_update(
@@ -138,16 +149,19 @@ def mix_update(
         >>> y.shape
         torch.Size([5, 64])
     """
-    check_impl(impl)
     shape, dtype, device = check_sources(sources)
+    check_call(impl, sources[0])
     check_same("update", update, shape, dtype, device)
     if prefix is not None:
         check_same("prefix", prefix, shape, dtype, device)
     for name, x in (("query", query), ("key_weight", key_weight), ("output_weight", output_weight)):
         check_vector(name, x, shape[-1], device)
-    return reference.mix_update(
-        update, prefix, sources, query, key_weight, output_weight, eps=eps, output_eps=output_eps
-    )
+    if impl == "reference":
+        return reference.mix_update(
+            update, prefix, sources, query, key_weight, output_weight, eps=eps, output_eps=output_eps
+        )
+    q, output_eps = fold(query, key_weight, dtype), eps if output_eps is None else output_eps
+    return autograd.Mix.apply(eps, output_eps, impl, update, prefix, q, output_weight, *_list(sources))
 
 
 def scores(
@@ -169,11 +183,48 @@ def scores(
     Raises:
         TypeError, ValueError: as in :func:`mix`.
     """
-    check_impl(impl)
-    shape, _, device = check_sources(sources)
+    shape, dtype, device = check_sources(sources)
+    check_call(impl, sources[0])
     check_matrix("queries", queries, shape[-1], device)
     check_matrix("key_weights", key_weights, shape[-1], device, queries.shape[0])
-    return reference.scores(sources, queries, key_weights, eps=eps)
+    if impl == "reference":
+        return reference.scores(sources, queries, key_weights, eps=eps)
+    return autograd.Scores.apply(eps, impl, fold(queries, key_weights, dtype), *_list(sources))
+
+
+def complete(
+    update: Tensor,
+    prefix: Tensor,
+    queries: Tensor,
+    key_weights: Tensor | None = None,
+    *,
+    eps: float = 1e-6,
+    impl="auto",
+) -> tuple[Tensor, Tensor]:
+    r"""Complete a block: b = prefix + update, and the scores of b against all later queries, in one read.
+
+    Args:
+        update: output of the block's last sublayer, `[..., d]`.
+        prefix: partial sum before it, `[..., d]`.
+        queries: w of every later read, `[S, d]`.
+        key_weights: g, `[S, d]`, or None.
+        eps, impl: as in :func:`mix`.
+
+    Returns:
+        (b `[..., d]`, s `[S, ...]` fp32). Stack the s of all sources along axis 1 and give a block's rows to
+        :func:`phase1_from_scores`.
+
+    Raises:
+        TypeError, ValueError: as in :func:`mix`.
+    """
+    shape, dtype, device = check_sources([update])
+    check_call(impl, update)
+    check_same("prefix", prefix, shape, dtype, device)
+    check_matrix("queries", queries, shape[-1], device)
+    check_matrix("key_weights", key_weights, shape[-1], device, queries.shape[0])
+    if impl == "reference":
+        return reference.complete(update, prefix, queries, key_weights, eps=eps)
+    return autograd.Complete.apply(eps, impl, fold(queries, key_weights, dtype), update, prefix)
 
 
 def phase1_from_scores(sources: Sources, s: Tensor, *, impl="auto") -> tuple[Tensor, Tensor]:
@@ -185,14 +236,16 @@ def phase1_from_scores(sources: Sources, s: Tensor, *, impl="auto") -> tuple[Ten
     Raises:
         TypeError, ValueError: as in :func:`mix`.
     """
-    check_impl(impl)
     shape, _, device = check_sources(sources)
+    check_call(impl, sources[0])
     n = len(sources)
     if s.ndim < 2 or s.shape[1] != n or s.shape[2:] != shape[:-1] or s.device != device:
         raise ValueError(
             f"s: found {tuple(s.shape)} on {s.device}, expected [S, {n}, {', '.join(map(str, shape[:-1]))}]"
         )
-    return reference.phase1_from_scores(sources, s)
+    if impl == "reference":
+        return reference.phase1_from_scores(sources, s)
+    return autograd.Combine.apply(impl, s, *_list(sources))
 
 
 def phase1(
@@ -224,11 +277,13 @@ def phase1(
         >>> o1.shape, lse.shape
         (torch.Size([4, 5, 64]), torch.Size([4, 5]))
     """
-    check_impl(impl)
-    shape, _, device = check_sources(sources)
+    shape, dtype, device = check_sources(sources)
+    check_call(impl, sources[0])
     check_matrix("queries", queries, shape[-1], device)
     check_matrix("key_weights", key_weights, shape[-1], device, queries.shape[0])
-    return reference.phase1(sources, queries, key_weights, eps=eps)
+    if impl == "reference":
+        return reference.phase1(sources, queries, key_weights, eps=eps)
+    return autograd.Phase1.apply(eps, impl, fold(queries, key_weights, dtype), *_list(sources))
 
 
 def phase2(
@@ -279,8 +334,8 @@ def phase2(
         >>> y.shape
         torch.Size([5, 64])
     """
-    check_impl(impl)
     shape, dtype, device = check_sources([update])
+    check_call(impl, update)
     for name, x in (("prefix", prefix), ("o1", o1)):
         if x is not None:
             check_same(name, x, shape, dtype, device)
@@ -288,7 +343,11 @@ def phase2(
         raise ValueError(f"lse: found {tuple(lse.shape)} on {lse.device}, expected {tuple(shape[:-1])} on {device}")
     for name, x in (("query", query), ("key_weight", key_weight), ("output_weight", output_weight)):
         check_vector(name, x, shape[-1], device)
-    return reference.phase2(update, prefix, o1, lse, query, key_weight, output_weight, eps=eps, output_eps=output_eps)
+    if impl == "reference":
+        weights = query, key_weight, output_weight
+        return reference.phase2(update, prefix, o1, lse, *weights, eps=eps, output_eps=output_eps)
+    q, output_eps = fold(query, key_weight, dtype), eps if output_eps is None else output_eps
+    return autograd.Phase2.apply(eps, output_eps, impl, update, prefix, o1, lse, q, output_weight)
 
 
 def phase2_first(o1: Tensor, output_weight: Tensor | None = None, *, output_eps: float = 1e-6, impl="auto") -> Tensor:
@@ -306,62 +365,9 @@ def phase2_first(o1: Tensor, output_weight: Tensor | None = None, *, output_eps:
     Raises:
         TypeError, ValueError: as in :func:`mix`.
     """
-    check_impl(impl)
     shape, _, device = check_sources([o1])
+    check_call(impl, o1)
     check_vector("output_weight", output_weight, shape[-1], device)
-    return reference.phase2_first(o1, output_weight, output_eps=output_eps)
-
-
-def fused_attn_res(
-    prefix: Tensor,
-    delta: Tensor | None,
-    blocks: Tensor,
-    norm_weight: Tensor | None,
-    qk_weight: Tensor,
-    output_norm_weight: Tensor | None,
-    num_blocks: int,
-    block_write_idx: int,
-    eps: float,
-    output_norm_eps: float,
-    *,
-    impl="auto",
-) -> Tensor:
-    """The contract of serving engines in one launch: prefix add, block write, mix over the bank and the prefix, norm.
-
-    In place: `prefix += delta` (if delta is given), `blocks[:, block_write_idx] = prefix` (if the index is not
-    negative). Then y = RMSNorm(mix([blocks[:, 0], .., blocks[:, num_blocks - 1], prefix])) * output_norm_weight. For
-    inference: no gradient.
-
-    Args:
-        prefix: `[T, D]`, updated in place; rows may have any stride.
-        delta: `[T, D]`, or None.
-        blocks: bank `[T, NB, D]` with any token and block strides; the last axis is contiguous.
-        norm_weight: weight of the key RMSNorm, `[D]`, or None.
-        qk_weight: pseudo-query, `[D]`.
-        output_norm_weight: `[D]`, or None for no output norm.
-        num_blocks: completed blocks to read, 0 to NB. With 0 the mix is the prefix itself.
-        block_write_idx: row of the bank that receives the prefix, or -1.
-        eps: epsilon of the key norm.
-        output_norm_eps: epsilon of the output norm.
-        impl: as in :func:`mix`.
-
-    Returns:
-        `[T, D]` in the dtype of `prefix`.
-
-    Raises:
-        TypeError, ValueError: a shape, dtype, device or index that does not fit.
-        RuntimeError: called on tensors that require a gradient while gradients are recorded.
-
-    Example:
-        >>> import torch
-        >>> from tilewise.depth import fused_attn_res
-        >>> p, bank = torch.randn(3, 64), torch.randn(3, 9, 64)
-        >>> one = torch.ones(64)
-        >>> fused_attn_res(p, torch.randn(3, 64), bank, one, torch.zeros(64), one, 2, -1, 1e-5, 1e-5).shape
-        torch.Size([3, 64])
-    """
-    check_impl(impl)
-    return reference.fused_attn_res(
-        prefix, delta, blocks, norm_weight, qk_weight, output_norm_weight, num_blocks, block_write_idx, eps,
-        output_norm_eps,
-    )  # fmt: skip
+    if impl == "reference":
+        return reference.phase2_first(o1, output_weight, output_eps=output_eps)
+    return autograd.Phase2.apply(output_eps, output_eps, impl, None, None, o1, None, None, output_weight)[1]

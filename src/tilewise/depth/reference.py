@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 __all__ = [
+    "complete",
     "fold_queries",
     "fused_attn_res",
     "mix",
@@ -59,6 +60,14 @@ def scores(
     """s[l, j] = rstd(v_j) <w_l * g_l, v_j>: [S, n, ...]."""
     v = _stack(sources)
     return torch.einsum("n...d,sd->sn...", v * rstd(v, eps)[..., None], fold_queries(queries, key_weights).to(v.dtype))
+
+
+def complete(
+    update: Tensor, prefix: Tensor, queries: Tensor, key_weights: Tensor | None = None, *, eps: float = 1e-6
+) -> tuple[Tensor, Tensor]:
+    """(b, s): b = prefix + update and its scores [S, ...]."""
+    b = prefix + update
+    return b, scores([b], queries, key_weights, eps=eps)[:, 0]
 
 
 def phase1_from_scores(sources: Sequence[Tensor] | Tensor, s: Tensor) -> tuple[Tensor, Tensor]:

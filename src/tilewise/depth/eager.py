@@ -1,0 +1,223 @@
+"""Any-device path of depth attention: explicit forward and backward formulas, one source at a time, nothing stacked.
+
+Tensors are flat: sources, updates and prefixes `[T, d]`, queries folded (w * g) in the statistics' dtype. Backward
+formulas are closed forms; delta is always sum_j a_j <do, v_j> with the sources at hand, never <do, o1> with a rounded
+o1: for sources correlated 0.99 the latter is wrong by 37 % in bf16.
+
+A backward takes `into`, a list with one wide accumulator a source (or None for "return the gradients"): gradients are
+added there in place, in fp32, so that a source read by many sublayers is rounded once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from tilewise.depth.reference import rstd, wide
+
+__all__ = [
+    "combine",
+    "complete",
+    "mix_bwd",
+    "mix_fwd",
+    "phase1_bwd",
+    "phase2_bwd",
+    "phase2_fwd",
+    "scores",
+    "serve_",
+]
+
+
+def _norm_fwd(h: Tensor, w: Tensor | None, eps: float) -> Tensor:
+    return h if w is None else h * rstd(h, eps)[:, None] * wide(w)
+
+
+def _norm_bwd(dy: Tensor, h: Tensor, w: Tensor | None, eps: float) -> tuple[Tensor, Tensor | None]:
+    """(dh, dw) of y = RMSNorm(h) * w; all wide."""
+    if w is None:
+        return dy, None
+    r = rstd(h, eps)[:, None]
+    x, wdy = h * r, wide(w) * dy
+    return (wdy - x * (x * wdy).mean(-1, keepdim=True)) * r, (x * dy).sum(0)
+
+
+def _score(v: Tensor, q: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """(s, rstd) of one wide source against one query."""
+    r = rstd(v, eps)
+    return r * (v @ q), r
+
+
+def _score_grad(ds: Tensor, s: Tensor, r: Tensor, v: Tensor, q: Tensor) -> Tensor:
+    """dv through s = rstd(v) <v, q>: ds (r q - s r^2 / d v)."""
+    return (ds * r)[:, None] * q - (ds * s * r * r / v.shape[-1])[:, None] * v
+
+
+def _deliver(grads: list[Tensor], sources: Sequence[Tensor], into: list[Tensor] | None) -> list[Tensor]:
+    if into is None:
+        return [g.to(v.dtype) for g, v in zip(grads, sources, strict=True)]
+    for g, acc in zip(grads, into, strict=True):
+        acc.add_(g)
+    return []
+
+
+def _add(update: Tensor | None, prefix: Tensor | None) -> Tensor | None:
+    return update if prefix is None else prefix if update is None else prefix + update
+
+
+def mix_fwd(
+    sources: Sequence[Tensor],
+    update: Tensor | None,
+    prefix: Tensor | None,
+    q: Tensor,
+    w: Tensor | None,
+    eps: float,
+    output_eps: float,
+) -> tuple[Tensor | None, Tensor]:
+    """(p, y) of the one-pass mix over the sources and, if there is one, p = prefix + update."""
+    p = _add(update, prefix)
+    values = [*sources] if p is None else [*sources, p]
+    s = torch.stack([_score(wide(v), q, eps)[0] for v in values])
+    alpha = s.softmax(0)
+    h = sum(a[:, None] * wide(v) for a, v in zip(alpha, values, strict=True))
+    return p, _norm_fwd(h, w, output_eps).to(values[0].dtype)
+
+
+def mix_bwd(
+    dy: Tensor,
+    dp: Tensor | None,
+    sources: Sequence[Tensor],
+    p: Tensor | None,
+    q: Tensor,
+    w: Tensor | None,
+    eps: float,
+    output_eps: float,
+    into: list[Tensor] | None = None,
+) -> tuple[list[Tensor], Tensor | None, Tensor, Tensor | None]:
+    """(dsources, dprefix, dq, dw); the mix is recomputed. `dp` is the gradient of the returned prefix, or None."""
+    values = [*sources] if p is None else [*sources, p]
+    stats = [_score(wide(v), q, eps) for v in values]
+    alpha = torch.stack([s for s, _ in stats]).softmax(0)
+    h = sum(a[:, None] * wide(v) for a, v in zip(alpha, values, strict=True))
+    dh, dw = _norm_bwd(wide(dy), h, w, output_eps)
+    inner = torch.stack([(dh * wide(v)).sum(-1) for v in values])
+    delta = (alpha * inner).sum(0)
+    dq, grads = torch.zeros_like(q), []
+    for a, g, (s, r), v in zip(alpha, inner, stats, values, strict=True):
+        ds = a * (g - delta)
+        dq += (ds * r) @ wide(v)
+        grads.append(a[:, None] * dh + _score_grad(ds, s, r, wide(v), q))
+    dprefix = None
+    if p is not None:
+        last = grads.pop()
+        dprefix = (last if dp is None else last + wide(dp)).to(p.dtype)
+    return _deliver(grads, sources, into), dprefix, dq, dw
+
+
+def scores(sources: Sequence[Tensor], q: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """(s [S, n, T], rstd [n, T])."""
+    r = torch.stack([rstd(wide(v), eps) for v in sources])
+    s = torch.stack([(wide(v) @ q.mT).mT for v in sources], 1)
+    return s * r, r
+
+
+def complete(update: Tensor, prefix: Tensor | None, q: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """(b, s [S, T], rstd [T]) of the block that `update` completes."""
+    b = _add(update, prefix)
+    s, r = scores([b], q, eps)
+    return b, s[:, 0], r[0]
+
+
+def combine(sources: Sequence[Tensor], s: Tensor) -> tuple[Tensor, Tensor]:
+    """(o1 [S, T, d], lse [S, T]) from scores [S, n, T]."""
+    alpha = s.softmax(1)
+    o1 = sum(alpha[:, j, :, None] * wide(v) for j, v in enumerate(sources))
+    return o1.to(sources[0].dtype), s.logsumexp(1)
+
+
+def phase1_bwd(
+    do1: Sequence[Tensor],
+    dlse: Tensor | None,
+    sources: Sequence[Tensor],
+    q: Tensor,
+    s: Tensor,
+    lse: Tensor,
+    r: Tensor,
+    into: list[Tensor] | None = None,
+) -> tuple[list[Tensor], Tensor]:
+    """(dsources, dq [S, d]) of phase 1 from its saved scores, lse and rstd."""
+    do = torch.stack([wide(g) for g in do1])
+    a = (s - lse[:, None]).exp()
+    inner = torch.stack([(do * wide(v)).sum(-1) for v in sources], 1)
+    ds = a * (inner - (a * inner).sum(1, keepdim=True) + (0 if dlse is None else dlse[:, None]))
+    dq, grads = torch.zeros_like(q), []
+    for j, v in enumerate(sources):
+        v, dr = wide(v), ds[:, j] * r[j]
+        dq += dr @ v
+        shrink = (ds[:, j] * s[:, j]).sum(0) * r[j].square() / v.shape[-1]
+        grads.append((a[:, j, :, None] * do).sum(0) + dr.mT @ q - shrink[:, None] * v)
+    return _deliver(grads, sources, into), dq
+
+
+def phase2_fwd(
+    update: Tensor | None,
+    prefix: Tensor | None,
+    o1: Tensor,
+    lse: Tensor | None,
+    q: Tensor | None,
+    w: Tensor | None,
+    eps: float,
+    output_eps: float,
+) -> tuple[Tensor | None, Tensor]:
+    """(p, y) of the merge; without update and prefix it is the block's first sublayer: y = norm(o1)."""
+    p, h = _add(update, prefix), wide(o1)
+    if p is not None:
+        pi = torch.sigmoid(_score(wide(p), q, eps)[0] - lse)
+        h = h + pi[:, None] * (wide(p) - h)
+    return p, _norm_fwd(h, w, output_eps).to(o1.dtype)
+
+
+def phase2_bwd(
+    dy: Tensor,
+    dp: Tensor | None,
+    p: Tensor | None,
+    o1: Tensor,
+    lse: Tensor | None,
+    q: Tensor | None,
+    w: Tensor | None,
+    eps: float,
+    output_eps: float,
+) -> tuple[Tensor | None, Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """(dprefix, do1, dlse, dq, dw); dprefix is the gradient of the prefix and of the update alike."""
+    o = wide(o1)
+    if p is None:
+        do, dw = _norm_bwd(wide(dy), o, w, output_eps)
+        return None, do.to(o1.dtype), None, None, dw
+    v = wide(p)
+    s, r = _score(v, q, eps)
+    pi = torch.sigmoid(s - lse)
+    dh, dw = _norm_bwd(wide(dy), o + pi[:, None] * (v - o), w, output_eps)
+    ds = pi * (1 - pi) * (dh * (v - o)).sum(-1)
+    dv = pi[:, None] * dh + _score_grad(ds, s, r, v, q)
+    dprefix = (dv if dp is None else dv + wide(dp)).to(p.dtype)
+    return dprefix, ((1 - pi)[:, None] * dh).to(o1.dtype), -ds, (ds * r) @ v, dw
+
+
+def serve_(
+    prefix: Tensor,
+    delta: Tensor | None,
+    blocks: Tensor,
+    q: Tensor,
+    w: Tensor | None,
+    num_blocks: int,
+    block_write_idx: int,
+    eps: float,
+    output_eps: float,
+) -> Tensor:
+    """The serving contract, in place on `prefix` and `blocks`."""
+    if delta is not None:
+        prefix.add_(delta)
+    if block_write_idx >= 0:
+        blocks[:, block_write_idx].copy_(prefix)
+    return mix_fwd([blocks[:, j] for j in range(num_blocks)], None, prefix, q, w, eps, output_eps)[1]

@@ -1,0 +1,222 @@
+"""The any-device path, its explicit backward, the contracts, and what a bad call says."""
+
+import pytest
+import torch
+
+from tilewise import depth
+from tilewise.depth import reference as R
+from tilewise.testing import assert_within_budget
+
+F64 = torch.float64
+D = 16
+
+
+def make(n, S, tokens=(3, 2), dtype=F64, d=D):
+    v = [torch.randn(*tokens, d).to(dtype).requires_grad_() for _ in range(n)]
+    w = (1.5 * torch.randn(S, d)).to(F64 if dtype == F64 else torch.float32).requires_grad_()
+    g = (1 + 0.2 * torch.randn(S, d)).to(w.dtype).requires_grad_()
+    o = (1 + 0.2 * torch.randn(d)).to(w.dtype).requires_grad_()
+    u, p = (torch.randn(*tokens, d).to(dtype).requires_grad_() for _ in range(2))
+    return v, w, g, o, u, p
+
+
+def cases(v, w, g, o, u, p, impl):
+    """name -> (outputs); every operator, every variant."""
+    kw = {} if impl is None else {"impl": impl}
+    f = R if impl is None else depth
+    o1, lse = f.phase1(v, w, g, **kw)
+    s = f.scores(v, w, g, **kw)
+    return {
+        "mix": (f.mix(v, w[0], g[0], **kw),),
+        "mix without key weight": (f.mix(v, w[0], **kw),),
+        "mix_norm": (f.mix_norm(v, w[0], g[0], o, output_eps=1e-3, **kw),),
+        "mix_norm without norm": (f.mix_norm(v, w[0], g[0], **kw),),
+        "mix_update": f.mix_update(u, p, v, w[0], g[0], o, **kw),
+        "mix_update first": f.mix_update(u, None, v, w[0], g[0], o, **kw),
+        "mix_update without norm": f.mix_update(u, p, v, w[0], None, None, **kw),
+        "phase1": (o1, lse),
+        "phase2": f.phase2(u, p, o1[0], lse[0], w[0], g[0], o, output_eps=1e-3, **kw),
+        "phase2 second": f.phase2(u, None, o1[1], lse[1], w[1], None, o, **kw),
+        "phase2 without norm": f.phase2(u, p, o1[0], lse[0], w[0], g[0], **kw),
+        "phase2_first": (f.phase2_first(o1[0], o, **kw),),
+        "scores": (s,),
+        "phase1_from_scores": f.phase1_from_scores(v, s, **kw),
+        "complete": f.complete(u, p, w, g, **kw),
+    }
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_eager_equals_the_oracle_forward_and_backward(n):
+    leaves = make(n, 2)
+    flat = [*leaves[0], *leaves[1:]]
+    got, expected = cases(*leaves, "eager"), cases(*leaves, None)
+    for name, outs in expected.items():
+        seeds = [torch.randn_like(x) for x in outs]
+        for a, b in zip(got[name], outs, strict=True):
+            torch.testing.assert_close(a, b, msg=lambda m, name=name: f"{name}: {m}")
+        want = torch.autograd.grad(outs, flat, seeds, allow_unused=True, retain_graph=True)
+        have = torch.autograd.grad(got[name], flat, seeds, allow_unused=True, retain_graph=True)
+        for k, (a, b) in enumerate(zip(have, want, strict=True)):
+            a, b = (torch.zeros_like(flat[k]) if x is None else x for x in (a, b))
+            torch.testing.assert_close(a, b, msg=lambda m, name=name, k=k: f"{name}, gradient {k}: {m}")
+
+
+@pytest.mark.parametrize("name", ["mix", "mix_update", "phase1", "phase2", "phase2_first"])
+def test_gradcheck(name):
+    v, w, g, o, u, p = make(2, 2, tokens=(3,), d=8)
+
+    def run(*xs):
+        v, (w, g, o, u, p) = xs[:2], xs[2:]
+        return cases(v, w, g, o, u, p, "eager")[name]
+
+    assert torch.autograd.gradcheck(run, (*v, w, g, o, u, p))
+
+
+def test_one_output_alone_has_a_gradient():
+    v, w, _, o, u, p = make(2, 1)
+    o1, lse = depth.phase1(v, w)
+    for outs in (depth.mix_update(u, p, v, w[0], None, o), depth.phase2(u, p, o1[0], lse[0], w[0], None, o), (o1, lse)):
+        for x in outs:
+            assert torch.autograd.grad(x.sum(), [w, *v], allow_unused=True, retain_graph=True) is not None
+    (gu,) = torch.autograd.grad(depth.phase2(u, p, o1[0], lse[0], w[0], None, o)[0].sum(), u)
+    torch.testing.assert_close(gu, torch.ones_like(u))
+
+
+def test_a_bank_is_a_list():
+    bank = torch.randn(5, 4, D, requires_grad=True)
+    w = torch.randn(2, D)
+    a = depth.phase1(bank[:3], w)[0]
+    assert torch.equal(a, depth.phase1([bank[0], bank[1], bank[2]], w)[0])
+    a.sum().backward()
+    assert bank.grad[:3].abs().min() > 0
+    assert bank.grad[3:].abs().max() == 0
+
+
+def dense_phase1(v, q, eps=1e-6):
+    """What PyTorch computes when everything is stacked and kept in the sources' dtype."""
+    v = torch.stack(v)
+    s = torch.einsum("ntd,sd->snt", torch.nn.functional.rms_norm(v, v.shape[-1:], None, eps), q.to(v.dtype))
+    return torch.einsum("snt,ntd->std", s.softmax(1), v), s.logsumexp(1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("correlation", [0.0, 0.99])
+@pytest.mark.parametrize("n", [2, 9, 29, 129])
+def test_error_budget(dtype, correlation, n):
+    S, T, d = 3, 4, 64
+    base = torch.randn(T, d)
+    v = [(correlation * base + (1 - correlation**2) ** 0.5 * torch.randn(T, d)).to(dtype) for _ in range(n)]
+    w = 3 * torch.randn(S, d) / d**0.5
+    do, dlse = torch.randn(S, T, d).to(dtype), torch.randn(S, T)
+
+    def run(f, dt, wdt):
+        leaves = [x.to(dt).requires_grad_() for x in v]
+        q = w.to(wdt).requires_grad_()
+        o1, lse = f(leaves, q)
+        grads = torch.autograd.grad((o1, lse), [*leaves, q], (do.to(dt), dlse.to(lse.dtype)))
+        return [o1, lse, torch.stack(grads[:-1]), grads[-1]]
+
+    exact, low = run(R.phase1, F64, F64), run(dense_phase1, dtype, torch.float32)
+    got = run(lambda *a: depth.phase1(*a, impl="eager"), dtype, torch.float32)
+    for name, *xs in zip(("o1", "lse", "dv", "dq"), got, low, exact, strict=True):
+        assert_within_budget(name, *xs)
+
+
+OPCHECK = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+
+
+def test_opcheck():
+    v, w, _, o, u, p = make(2, 3, dtype=torch.float32)
+    v, w, o, u, p = [x.detach() for x in v], w.detach(), o.detach(), u.detach(), p.detach()
+    op, q = torch.ops.tilewise, w[0]
+    s, r = op.depth_scores(v, w, 1e-6, "eager")
+    o1, lse = op.depth_combine(v, s, "eager")
+    norm = (1e-6, 1e-6, "eager")
+    calls = [
+        (op.depth_mix, (v, None, None, q, None, *norm)),
+        (op.depth_mix, (v, u, p, q, o, *norm)),
+        (op.depth_mix_bwd, (u, p, v, p, q, o, *norm)),
+        (op.depth_mix_bwd, (u, None, v, None, q, None, *norm)),
+        (op.depth_scores, (v, w, 1e-6, "eager")),
+        (op.depth_complete, (u, p, w, 1e-6, "eager")),
+        (op.depth_combine, (v, s, "eager")),
+        (op.depth_phase1_bwd, (o1, lse, v, w, s, lse, r, "eager")),
+        (op.depth_phase2, (u, p, o1[0], lse[0], q, o, *norm)),
+        (op.depth_phase2, (None, None, o1[0], None, None, o, *norm)),
+        (op.depth_phase2_bwd, (u, p, p, o1[0], lse[0], q, o, *norm)),
+        (op.depth_phase2_bwd, (u, None, None, o1[0], None, None, o, *norm)),
+        (op.depth_serve_, (u.view(6, D), p.view(6, D), torch.randn(6, 4, D), q, o, 2, 3, *norm)),
+    ]
+    for packet, args in calls:
+        assert set(torch.library.opcheck(packet.default, args, test_utils=OPCHECK).values()) == {"SUCCESS"}
+
+
+def test_compiles_whole_and_dynamic():
+    from torch._dynamo.utils import counters
+
+    def step(v0, v1, w, g, o, u, p):
+        o1, lse = depth.phase1([v0, v1], w, g)
+        y0 = depth.phase2_first(o1[0], o)
+        p, y1 = depth.phase2(u * y0, None, o1[1], lse[1], w[1], g[1], o)
+        p, y2 = depth.mix_update(u * y1, p, [v0, v1], w[2], g[2], o)
+        return depth.mix([v0, v1, p], w[2]) + y2
+
+    torch._dynamo.reset()
+    counters.clear()
+    compiled = torch.compile(step, fullgraph=True, dynamic=True, backend="aot_eager")
+    for T in (4, 7, 12):
+        v, w, g, o, u, p = make(2, 3, tokens=(T,), dtype=torch.float32)
+        leaves = [*v, w, g, o, u]
+        a, b = step(*v, w, g, o, u, p), compiled(*v, w, g, o, u, p)
+        torch.testing.assert_close(a, b)
+        ga, gb = (torch.autograd.grad(x.sin().sum(), leaves) for x in (a, b))
+        for x, y in zip(ga, gb, strict=True):
+            torch.testing.assert_close(x, y)
+    assert counters["stats"]["unique_graphs"] == 1
+
+
+def test_serving_contract_in_place_with_strides():
+    store = torch.randn(6, 40 + D)
+    bank = torch.randn(6, 4, 2 * D)[:, :, :D]
+    prefix, delta = store[:, 40:], torch.randn(6, D)
+    args = torch.rand(D) + 0.5, torch.randn(D), torch.rand(D) + 0.5, 2, 3, 1e-5, 1e-4
+    p2, b2 = prefix.clone(), bank.clone()
+    expected = R.fused_attn_res(p2, delta, b2, *args)
+    torch.testing.assert_close(depth.fused_attn_res(prefix, delta, bank, *args), expected)
+    assert torch.equal(prefix, p2)
+    assert torch.equal(bank, b2)
+    with pytest.raises(RuntimeError, match="records no gradient"):
+        depth.fused_attn_res(prefix, delta.requires_grad_(), bank, *args)
+
+
+BAD = [
+    (lambda v, w: depth.mix([], w[0]), ValueError, "sources: found none"),
+    (lambda v, w: depth.mix({0: v[0]}, w[0]), TypeError, "sources: found dict"),
+    (lambda v, w: depth.mix([v[0], v[1][:1]], w[0]), ValueError, r"sources\[1\]: found \(1, 2, 16\)"),
+    (lambda v, w: depth.mix([v[0].long()], w[0]), TypeError, "dtype torch.int64"),
+    (lambda v, w: depth.mix(v, w[:1]), ValueError, r"query: found \(1, 16\).*view\(-1\)"),
+    (lambda v, w: depth.phase1(v, w[0]), ValueError, r"queries: found \(16,\).*queries\[None\]"),
+    (lambda v, w: depth.phase1(v, w, w[:1]), ValueError, r"key_weights: found \(1, 16\)"),
+    (lambda v, w: depth.phase1(v, w, impl="cuda"), ValueError, "impl: found 'cuda'"),
+    (lambda v, w: depth.phase1(v, w, impl="triton"), ValueError, "impl: 'triton' cannot run this call: device cpu"),
+    (lambda v, w: depth.phase2(v[0], v[1].double(), v[0], v[0][..., 0], w[0]), ValueError, "prefix: found"),
+    (lambda v, w: depth.phase2(v[0], v[1], v[0], v[0], w[0]), ValueError, "lse: found"),
+    (lambda v, w: depth.phase1_from_scores(v, torch.zeros(2, 3, 3, 2)), ValueError, "s: found"),
+    (
+        lambda v, w: depth.fused_attn_res(v[0][0], None, v[0], None, w[0], None, 9, -1, 1e-6, 1e-6),
+        ValueError,
+        "blocks: found|num_blocks: found 9",
+    ),
+]
+
+
+@pytest.mark.parametrize(("call", "error", "message"), BAD)
+def test_bad_calls_say_so(call, error, message):
+    v = [torch.randn(3, 2, D) for _ in range(2)]
+    with pytest.raises(error, match=message):
+        call(v, torch.randn(2, D))
+
+
+def test_wide_widths_on_any_device():
+    v = [torch.randn(1, 3) for _ in range(2)]
+    assert depth.mix(v, torch.zeros(3)).shape == (1, 3)
