@@ -1,0 +1,207 @@
+"""The residual stream as pure functions over an immutable state: begin, read, write, output, for Block and Full.
+
+The state is a NamedTuple of tensors, so it passes through activation checkpointing, FSDP2 and pipeline stages as any
+nested tuple does. :class:`tilewise.nn.Stream` is the mutable face of these functions.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tilewise.depth.functional import (
+    mix_norm,
+    mix_update,
+    phase1,
+    phase1_from_scores,
+    phase2,
+    phase2_first,
+    scores,
+)
+from tilewise.depth.schedule import Schedule
+
+__all__ = ["Reads", "State", "begin", "finish", "output", "read", "write"]
+
+
+class State(NamedTuple):
+    """A residual stream between two sublayers.
+
+    Attributes:
+        sources: complete sources b_0 .. b_{n-1} (Block) or the embedding and every output but the last (Full).
+        prefix: partial sum of the running block without `update`, or None.
+        update: output of the last sublayer, not yet added, or None.
+        o1, lse: phase 1 of the sublayers that remain in the group, by sublayer; empty in one-pass groups.
+        scores: Full only: for each source born in this group, its scores `[queries, ...]` against the group's later
+            sublayers.
+    """
+
+    sources: tuple[Tensor, ...]
+    prefix: Tensor | None = None
+    update: Tensor | None = None
+    o1: tuple[Tensor, ...] = ()
+    lse: tuple[Tensor, ...] = ()
+    scores: tuple[Tensor, ...] = ()
+
+
+class Reads(NamedTuple):
+    """The learned part of the reads of sublayers first .. first + R - 1, and how to compute them.
+
+    Attributes:
+        query: w, `[R, d]`; row R - 1 is the output head's if the stream ends here.
+        key_weight: g, `[R, d]`.
+        first: the sublayer of row 0.
+        last: one past the last sublayer read from these rows (a pipeline stage may end inside a block).
+        eps: epsilon of the key norm.
+        output_eps: epsilon of the sublayers' input norms.
+        impl: implementation of the operators.
+    """
+
+    query: Tensor
+    key_weight: Tensor
+    first: int
+    last: int
+    eps: float = 1e-6
+    output_eps: float = 1e-6
+    impl: str = "auto"
+
+    def rows(self, start: int, end: int) -> tuple[Tensor, Tensor]:
+        """(w, g) of sublayers [start, end)."""
+        return self.query[start - self.first : end - self.first], self.key_weight[start - self.first : end - self.first]
+
+    def row(self, sublayer: int) -> tuple[Tensor, Tensor]:
+        """(w, g) of one sublayer."""
+        return self.query[sublayer - self.first], self.key_weight[sublayer - self.first]
+
+
+def begin(embedding: Tensor) -> State:
+    """The stream before the first sublayer: b_0 is the embedding."""
+    return State((embedding,))
+
+
+def write(state: State, update: Tensor) -> State:
+    """Take the output of the sublayer that was read last. The sum with the prefix is left to the next read.
+
+    Raises:
+        ValueError: an update that is waiting already, or of another shape than the stream.
+    """
+    if state.update is not None:
+        raise ValueError("update: found a second write before a read, expected read and write to alternate")
+    if update.shape != state.sources[0].shape:
+        raise ValueError(f"update: found shape {tuple(update.shape)}, expected {tuple(state.sources[0].shape)}")
+    return state._replace(update=update.to(state.sources[0].dtype))
+
+
+def finish(state: State) -> State:
+    """The same stream with the waiting update added to the prefix: what travels between pipeline stages."""
+    if state.update is None or state.prefix is None:
+        return state._replace(prefix=state.prefix if state.update is None else state.update, update=None)
+    return state._replace(prefix=state.prefix + state.update, update=None)
+
+
+def read(state: State, schedule: Schedule, reads: Reads, sublayer: int, norm_weight: Tensor | None):
+    """h_l, or RMSNorm(h_l) * norm_weight, and the new state.
+
+    Args:
+        state: the stream after sublayer l - 1.
+        schedule: the plan.
+        reads: queries and key-norm weights.
+        sublayer: l.
+        norm_weight: weight `[d]` of the sublayer's input norm, or None for h_l itself.
+
+    Returns:
+        (input of sublayer l, state).
+
+    Raises:
+        ValueError: nothing was written since the read of sublayer l - 1.
+        IndexError: l outside [0, L).
+    """
+    visit = schedule.visit(sublayer)
+    if sublayer and state.update is None and state.prefix is None:
+        raise ValueError(f"sublayer: found a read of {sublayer} before the write of {sublayer - 1}")
+    if sublayer == 0:
+        y = phase2_first(state.sources[0], norm_weight, output_eps=reads.output_eps, impl=reads.impl)
+        return y, state
+    if schedule.full:
+        return _read_full(state, visit, reads, norm_weight)
+    if visit.first:
+        done = finish(state)
+        state = State((*state.sources, done.prefix))
+    end = min(visit.end, reads.last)
+    if visit.one_pass:
+        return _one_pass(state, reads, sublayer, norm_weight)
+    if visit.first or not state.o1:
+        q, g = reads.rows(sublayer, end)
+        o1, lse = phase1(state.sources, q, g, eps=reads.eps, impl=reads.impl)
+        state = state._replace(o1=o1.unbind(0), lse=lse.unbind(0))
+    return _merge(state, reads, sublayer, norm_weight)
+
+
+def _one_pass(state: State, reads: Reads, sublayer: int, norm_weight: Tensor | None):
+    q, g = reads.row(sublayer)
+    options = {"eps": reads.eps, "output_eps": reads.output_eps, "impl": reads.impl}
+    if state.update is None and state.prefix is None:
+        return mix_norm(state.sources, q, g, norm_weight, **options), state
+    update, prefix = (state.update, state.prefix) if state.update is not None else (state.prefix, None)
+    p, y = mix_update(update, prefix, state.sources, q, g, norm_weight, **options)
+    return y, state._replace(prefix=p, update=None)
+
+
+def _merge(state: State, reads: Reads, sublayer: int, norm_weight: Tensor | None):
+    o1, lse = state.o1[0], state.lse[0]
+    rest = state._replace(o1=state.o1[1:], lse=state.lse[1:])
+    if state.update is None and state.prefix is None:
+        return phase2_first(o1, norm_weight, output_eps=reads.output_eps, impl=reads.impl), rest
+    update, prefix = (state.update, state.prefix) if state.update is not None else (state.prefix, None)
+    q, g = reads.row(sublayer)
+    options = {"eps": reads.eps, "output_eps": reads.output_eps, "impl": reads.impl}
+    p, y = phase2(update, prefix, o1, lse, q, g, norm_weight, **options)
+    return y, rest._replace(prefix=p, update=None)
+
+
+def _read_full(state: State, visit, reads: Reads, norm_weight: Tensor | None):
+    l, end = visit.sublayer, min(visit.end, reads.last)
+    done = finish(state)
+    born = done.prefix
+    if born is not None:
+        state = done._replace(sources=(*state.sources, born), prefix=None)
+    if visit.one_pass:
+        q, g = reads.row(l)
+        options = {"eps": reads.eps, "output_eps": reads.output_eps, "impl": reads.impl}
+        return mix_norm(state.sources, q, g, norm_weight, **options), state
+    q, g = reads.rows(l, end)
+    if not state.o1:
+        # A group that opens here, or a stage that starts inside one: everything so far is one phase 1.
+        o1, lse = phase1(state.sources, q, g, eps=reads.eps, impl=reads.impl)
+        state = state._replace(o1=o1.unbind(0), lse=lse.unbind(0), scores=())
+    elif born is not None:
+        s = scores([born], q, g, eps=reads.eps, impl=reads.impl)
+        state = state._replace(scores=(*state.scores, s[:, 0]))
+    o1, lse, own = state.o1[0], state.lse[0], state.scores
+    h = o1
+    if own:
+        # (o1, lse) is a source like any other: value o1, score lse. One softmax over it and the group's own sources.
+        s = torch.stack([lse, *(x[x.shape[0] - q.shape[0]] for x in own)])[None]
+        h = phase1_from_scores([o1, *state.sources[-len(own) :]], s, impl=reads.impl)[0][0]
+    state = state._replace(o1=state.o1[1:], lse=state.lse[1:])
+    if not state.o1:
+        state = state._replace(scores=())
+    y = h if norm_weight is None else phase2_first(h, norm_weight, output_eps=reads.output_eps, impl=reads.impl)
+    return y, state
+
+
+def output(state: State, reads: Reads, norm_weight: Tensor | None) -> Tensor:
+    """The output head's read: over the embedding and all blocks, the last one included, with the last row of `reads`.
+
+    Args:
+        state: the stream after the last sublayer.
+        reads: their last row holds the output query.
+        norm_weight: weight of the model's final norm, or None.
+    """
+    query, key_weight = reads.query[-1], reads.key_weight[-1]
+    options = {"eps": reads.eps, "output_eps": reads.output_eps, "impl": reads.impl}
+    if state.update is None and state.prefix is None:
+        return mix_norm(state.sources, query, key_weight, norm_weight, **options)
+    update, prefix = (state.update, state.prefix) if state.update is not None else (state.prefix, None)
+    return mix_update(update, prefix, state.sources, query, key_weight, norm_weight, **options)[1]

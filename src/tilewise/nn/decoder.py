@@ -1,0 +1,220 @@
+"""A small Llama-style decoder (RMSNorm, RoPE, SwiGLU, grouped queries) whose residual is standard, Block or Full."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .residual import Residual, StandardStream, Stream
+
+__all__ = ["Attend", "Decoder", "DecoderConfig", "KVCache", "rope"]
+
+Attend = Callable[[int, Tensor, Tensor, Tensor, int], Tensor]
+
+
+@dataclass(frozen=True)
+class DecoderConfig:
+    """Sizes of a :class:`Decoder`.
+
+    Attributes:
+        vocab: tokens.
+        d: width.
+        layers: decoder layers; the residual counts 2 · layers sublayers.
+        heads, kv_heads: query heads and key/value heads; d is a multiple of `heads`.
+        hidden: width of the SwiGLU.
+        residual: `standard`, `block` or `full`.
+        block: sublayers a block.
+        rope_theta: base of the rotary embedding.
+        eps: epsilon of every RMSNorm.
+        tied: the output projection is the embedding.
+    """
+
+    vocab: int
+    d: int
+    layers: int
+    heads: int
+    kv_heads: int
+    hidden: int
+    residual: str = "standard"
+    block: int = 8
+    rope_theta: float = 10000.0
+    eps: float = 1e-6
+    tied: bool = True
+
+    def __post_init__(self) -> None:
+        if self.d % self.heads or (self.d // self.heads) % 2:
+            raise ValueError(f"d, heads: found {self.d}, {self.heads}, expected an even d / heads")
+        if self.heads % self.kv_heads:
+            raise ValueError(f"kv_heads: found {self.kv_heads}, expected a divisor of heads = {self.heads}")
+
+
+class KVCache:
+    """Keys and values of all layers, preallocated: `[layers, B, kv_heads, length, head width]`.
+
+    Args:
+        config: the model's sizes.
+        batch, length: sequences, and tokens of each that fit.
+        device, dtype: of the cache.
+    """
+
+    def __init__(self, config: DecoderConfig, batch: int, length: int, device=None, dtype=None) -> None:
+        shape = (config.layers, batch, config.kv_heads, length, config.d // config.heads)
+        self.keys = torch.zeros(shape, device=device, dtype=dtype)
+        self.values = torch.zeros(shape, device=device, dtype=dtype)
+        self.length = 0
+
+    def store(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Append to one layer and return its keys and values so far; `length` moves when the whole step is done.
+
+        Raises:
+            ValueError: the cache is full.
+        """
+        end = self.length + k.shape[2]
+        if end > self.keys.shape[3]:
+            raise ValueError(f"cache: found {end} tokens, expected at most {self.keys.shape[3]}")
+        self.keys[layer, :, :, self.length : end] = k
+        self.values[layer, :, :, self.length : end] = v
+        return self.keys[layer, :, :, :end], self.values[layer, :, :, :end]
+
+
+def rope(positions: Tensor, width: int, theta: float) -> tuple[Tensor, Tensor]:
+    """(cos, sin) `[T, width / 2]` in fp32."""
+    frequency = theta ** (-torch.arange(0, width, 2, device=positions.device, dtype=torch.float32) / width)
+    angle = positions[:, None] * frequency
+    return angle.cos(), angle.sin()
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    a, b = x.float().chunk(2, -1)
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(x.dtype)
+
+
+def causal(layer: int, q: Tensor, k: Tensor, v: Tensor, offset: int) -> Tensor:
+    """Causal softmax attention; query i sees keys up to i + offset."""
+    del layer
+    if not offset:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    i = torch.arange(q.shape[2], device=q.device)[:, None] + offset
+    mask = i >= torch.arange(k.shape[2], device=q.device)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+
+
+class Attention(nn.Module):
+    """From a normalised input to an update; heads may be a part of the model's under tensor parallelism."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.width = config.d // config.heads
+        self.q = nn.Linear(config.d, config.heads * self.width, bias=False)
+        self.k = nn.Linear(config.d, config.kv_heads * self.width, bias=False)
+        self.v = nn.Linear(config.d, config.kv_heads * self.width, bias=False)
+        self.o = nn.Linear(config.heads * self.width, config.d, bias=False)
+
+    def forward(self, x: Tensor, layer: int, angles: tuple[Tensor, Tensor], attend: Attend, cache: KVCache | None):
+        q, k, v = (f(x).unflatten(-1, (-1, self.width)).transpose(1, 2) for f in (self.q, self.k, self.v))
+        q, k = _rotate(q, *angles), _rotate(k, *angles)
+        offset = 0
+        if cache is not None:
+            offset = cache.length
+            k, v = cache.store(layer, k, v)
+        return self.o(attend(layer, q, k, v, offset).transpose(1, 2).flatten(2))
+
+
+class MLP(nn.Module):
+    """SwiGLU, from a normalised input to an update."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.gate = nn.Linear(config.d, config.hidden, bias=False)
+        self.up = nn.Linear(config.d, config.hidden, bias=False)
+        self.down = nn.Linear(config.hidden, config.d, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+class Layer(nn.Module):
+    """Two sublayers on a stream. The norms' weights live here, outside the modules that FSDP shards one by one."""
+
+    def __init__(self, config: DecoderConfig, index: int) -> None:
+        super().__init__()
+        self.index = index
+        self.attention_norm = nn.Parameter(torch.ones(config.d))
+        self.mlp_norm = nn.Parameter(torch.ones(config.d))
+        self.attention, self.mlp = Attention(config), MLP(config)
+
+    def forward(self, stream: Stream | StandardStream, angles, attend: Attend, cache: KVCache | None = None) -> None:
+        l = 2 * self.index
+        x = stream.read(l, self.attention_norm)
+        stream.write(l, self.attention(x, self.index, angles, attend, cache))
+        stream.write(l + 1, self.mlp(stream.read(l + 1, self.mlp_norm)))
+
+
+class Decoder(nn.Module):
+    """A Llama-style language model over a residual stream.
+
+    Args:
+        config: sizes and the kind of residual.
+        attention: called once a forward pass; returns the function (layer, q, k, v, offset) → o that attends. It may
+            keep state from layer to layer. The default is causal `scaled_dot_product_attention`.
+
+    Example:
+        >>> model = Decoder(DecoderConfig(vocab=256, d=64, layers=2, heads=4, kv_heads=2, hidden=128, residual="block"))
+        >>> model(torch.randint(256, (2, 16))).shape
+        torch.Size([2, 16, 256])
+    """
+
+    def __init__(self, config: DecoderConfig, attention: Callable[[], Attend] = lambda: causal) -> None:
+        super().__init__()
+        self.config, self.attention = config, attention
+        self.embedding = nn.Embedding(config.vocab, config.d)
+        self.layers = nn.ModuleList(Layer(config, i) for i in range(config.layers))
+        self.residual = Residual(config.d, 2 * config.layers, config.residual, config.block, eps=config.eps)
+        self.norm = nn.Parameter(torch.ones(config.d))
+        self.head = nn.Linear(config.d, config.vocab, bias=False)
+        for name, p in self.named_parameters():
+            if p.ndim == 2 and not name.startswith("residual."):
+                scale = (2 * config.layers) ** -0.5 if name.endswith(("o.weight", "down.weight")) else 1.0
+                nn.init.normal_(p, std=0.02 * scale)
+        if config.tied:
+            self.head.weight = self.embedding.weight
+
+    def forward(
+        self,
+        tokens: Tensor,
+        cache: KVCache | None = None,
+        *,
+        residual: Callable[[Tensor], Stream] | None = None,
+        recompute: bool = False,
+    ) -> Tensor:
+        """Logits `[B, T, vocab]`.
+
+        Args:
+            tokens: `[B, T]`.
+            cache: keys and values of earlier tokens; this call appends its own. Any number of tokens a call.
+            residual: makes the stream instead of the module's own residual; for inference, an
+                :class:`tilewise.depth.InferenceState`.
+            recompute: activation checkpointing, one decoder layer at a time.
+        """
+        start = 0 if cache is None else cache.length
+        positions = torch.arange(start, start + tokens.shape[1], device=tokens.device)
+        angles = rope(positions, self.config.d // self.config.heads, self.config.rope_theta)
+        attend = self.attention()
+        stream = (residual or self.residual)(self.embedding(tokens))
+        for layer in self.layers:
+            if recompute:
+                stream.checkpoint(layer, angles, attend)
+            else:
+                layer(stream, angles, attend, cache)
+        if cache is not None:
+            cache.length += tokens.shape[1]
+        return self.head(stream.output(self.norm))
+
+    def loss(self, tokens: Tensor, **options) -> Tensor:
+        """Mean next-token cross entropy of `[B, T + 1]` tokens, in nats."""
+        logits = self(tokens[:, :-1], **options)
+        return F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
