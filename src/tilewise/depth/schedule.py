@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import isqrt
-from typing import Literal
 
 __all__ = ["Schedule", "Visit", "layers_from_sublayers", "sublayers_from_layers"]
 
