@@ -85,8 +85,8 @@ def backward(
     centre: list[Tensor], lo: list[Tensor], hi: list[Tensor], rows: Tensor, columns: Tensor, z: Tensor | None,
     z_is_own: bool, e: Tensor | None, read_e: bool, write_e: bool, push: bool, sink: Tensor | None,
     seed: Tensor | None, opt: Options,
-) -> tuple[list[Tensor], list[Tensor], Tensor, list[Tensor], list[Tensor]]:  # fmt: skip
-    """dQ, dK and dβ (of every summed layer if `push`, else of the last), dV and dsink.
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """dQ, dK, dV, dβ and dsink; dQ, dK and dβ of every summed layer if `push`, else of the last, stacked in front.
 
     `z` holds this layer's own scores if `z_is_own`, else the carry that enters the first summed layer. `e` is the
     gradient of the carry: read (E_{i+1}, what the next layer asks of this layer's scores) and overwritten by what this
@@ -95,10 +95,10 @@ def backward(
     B, H, Tq, _ = q[-1].shape
     real = _compute_dtype(v)
     first = 0 if push else len(q) - 1
-    dq = [torch.zeros(x.shape, dtype=real, device=x.device) for x in q[first:]]
-    dk = [torch.zeros(x.shape, dtype=real, device=x.device) for x in k[first:]]
+    dq = torch.zeros(len(q) - first, *q[-1].shape, dtype=real, device=v.device)
+    dk = torch.zeros(len(q) - first, *k[-1].shape, dtype=real, device=v.device)
     dv = torch.zeros(v.shape, dtype=real, device=v.device)
-    dgain = [torch.zeros(H, dtype=real, device=v.device) for _ in gain[first:]]
+    dgain = torch.zeros(len(gain[first:]), H, dtype=real, device=v.device)
     delta = (dO.to(real) * O.to(real)).sum(-1)
     v_all = v.to(real)
     for m, plan in enumerate(rows.t().tolist()):
@@ -133,12 +133,11 @@ def backward(
                 E = E.masked_fill(~row.seen[j - 1], 0.0)
         if write_e:
             row.write(e, E)
-    dsink = []
+    dsink = dv.new_zeros(0)
     if sink is not None:
         share = (sink.to(real)[:, None] - lse).exp().masked_fill(torch.isinf(lse), 0.0)
-        dsink = [-(share * delta).sum((0, 2)).to(sink.dtype)]
-    cast = lambda grads, like: [g.to(x.dtype) for g, x in zip(grads, like, strict=True)]  # noqa: E731
-    return cast(dq, q[first:]), cast(dk, k[first:]), dv.to(v.dtype), cast(dgain, gain[first:]), dsink
+        dsink = -(share * delta).sum((0, 2))
+    return dq.to(v.dtype), dk.to(v.dtype), dv.to(v.dtype), dgain, dsink
 
 
 class _Row:

@@ -28,7 +28,7 @@ _LIBRARY.define(
     "carried_backward(Tensor dO, Tensor[] q, Tensor[] k, Tensor v, Tensor O, Tensor lse, Tensor[] gain, "
     "Tensor[] centre, Tensor[] lo, Tensor[] hi, Tensor rows, Tensor columns, Tensor? z, bool z_is_own, Tensor(a!)? e, "
     "bool read_e, bool write_e, bool push, Tensor? sink, Tensor? seed, "
-    f"{_OPTIONS}) -> (Tensor[], Tensor[], Tensor, Tensor[], Tensor[])"
+    f"{_OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 _NUMBERS = len(Options._fields)
 
@@ -43,12 +43,15 @@ def _kernels(impl: str) -> ModuleType:
 
 def _forward(*args):
     *tensors, impl = args
-    return _kernels(impl).forward(*tensors[:-_NUMBERS], Options(*tensors[-_NUMBERS:]))
+    # Autocast would round the fp32 products inside.
+    with torch.autocast(args[2].device.type, enabled=False):
+        return _kernels(impl).forward(*tensors[:-_NUMBERS], Options(*tensors[-_NUMBERS:]))
 
 
 def _backward(*args):
     *tensors, impl = args
-    return _kernels(impl).backward(*tensors[:-_NUMBERS], Options(*tensors[-_NUMBERS:]))
+    with torch.autocast(args[0].device.type, enabled=False):
+        return _kernels(impl).backward(*tensors[:-_NUMBERS], Options(*tensors[-_NUMBERS:]))
 
 
 _LIBRARY.impl("carried_forward", _forward, "CompositeExplicitAutograd")
@@ -66,9 +69,11 @@ def _forward_fake(q, k, v, *_):
 def _backward_fake(
     dO, q, k, v, O, lse, gain, centre, lo, hi, rows, columns, z, z_is_own, e, read_e, write_e, push, sink, *_
 ):  # fmt: skip
-    first = 0 if push else len(q) - 1
-    new = lambda tensors: [torch.empty_like(t, memory_format=torch.contiguous_format) for t in tensors]  # noqa: E731
-    return new(q[first:]), new(k[first:]), new([v])[0], new(gain[first:]), new([] if sink is None else [sink])
+    n, H = len(q) if push else 1, q[-1].shape[1]
+    real = torch.float64 if v.dtype == torch.float64 else torch.float32
+    dgain = v.new_empty(n if gain else 0, H, dtype=real)
+    dsink = v.new_empty(0 if sink is None else H, dtype=real)
+    return q[-1].new_empty(n, *q[-1].shape), k[-1].new_empty(n, *k[-1].shape), v.new_empty(v.shape), dgain, dsink
 
 
 class LayerCall(NamedTuple):
@@ -155,8 +160,9 @@ class _Layer(torch.autograd.Function):
             write_e, push, sink, seed, *_options(options, n_backward), impl,
         )  # fmt: skip
         fill = lambda grads, count: [None] * (count - len(grads)) + list(grads)  # noqa: E731
+        dgain = [g.to(b.dtype) for g, b in zip(dgain, gain[len(gain) - len(dgain) :], strict=True)]
         return (
-            *(None,) * 11, e if write_e else None, dv, dsink[0] if dsink else None, *(None,) * 5,
+            *(None,) * 11, e if write_e else None, dv, None if sink is None else dsink.to(sink.dtype), *(None,) * 5,
             *fill(dq, n), *fill(dk, n), *fill(dgain, n_gain), *(None,) * (n_centre + 2 * n_bounds),
         )  # fmt: skip
 

@@ -1,0 +1,187 @@
+"""Layouts of live tiles, the policy and its reasons, operator contracts, and what bad calls say."""
+
+import dataclasses
+
+import pytest
+import torch
+from carried_cases import CarriedConfig, inputs
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tilewise.carried import Carry, TileLayout, carried_attention, choose_plan
+from tilewise.mask import Mask
+
+GIB = 2**30
+OPTIONS = (0.3, 2, 0.0, 0.0, 16, True, [True], torch.float16, "blocked")
+
+
+def live_tiles(config, T, Tk, mask, offset, tile):
+    """Which tiles hold an element that some layer sees, from the dense masks."""
+    seen = torch.zeros(T, Tk, dtype=torch.bool)
+    for i in range(config.layers):
+        seen |= config.mask(i, mask).allowed(T, Tk, offset).any(0).any(0)
+    rows, columns = -(-T // tile), -(-Tk // tile)
+    padded = torch.nn.functional.pad(seen, (0, columns * tile - Tk, 0, rows * tile - T))
+    return padded.view(rows, tile, columns, tile).any(3).any(1)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    T=st.integers(1, 100), more=st.integers(0, 60), causal=st.booleans(),
+    windows=st.one_of(st.none(), st.integers(1, 130), st.tuples(*[st.one_of(st.none(), st.integers(1, 60))] * 4)),
+    cut=st.one_of(st.none(), st.integers(0, 100)),
+)  # fmt: skip
+def test_layout_holds_every_live_tile_once(T, more, causal, windows, cut):
+    Tk, tile = T + more, 16
+    config = CarriedConfig(causal=causal, windows=windows, tile=tile)
+    mask = None if cut is None else Mask.lengths([min(cut, Tk)])
+    layout = TileLayout(config, T, Tk, mask)
+    live = live_tiles(config, T, Tk, mask, more, tile)
+    assert int(live.sum()) <= layout.total
+    if more == 0:
+        assert layout.total <= int(live.sum()) + (0 if not isinstance(windows, tuple) else live.numel())
+    taken = set()
+    for i, layer in enumerate(layout.layers):
+        own = live_tiles(dataclasses.replace(config, windows=config.window(i)), T, Tk, mask, more, tile)
+        for m, (base, first, end, *_) in enumerate(layer.rows.t().tolist()):
+            assert own[m].nonzero().flatten().tolist() == list(range(first, end))
+            taken |= {(m, n, base + n) for n in range(first, end)}
+        for n, (first, end) in enumerate(layer.columns.t().tolist()):
+            assert set(own[:, n].nonzero().flatten().tolist()) <= set(range(first, end))
+    places = [place for *_, place in taken]
+    assert len(set(places)) == len(places)
+    assert not places or (min(places) >= 0 and max(places) < layout.total)
+
+
+def decide(free, layers=4, T=256, **options):
+    config = CarriedConfig(tile=16, layers=layers, **options)
+    layout = TileLayout(config, T, T)
+    return choose_plan(
+        config, layout, 1, 4, dtype=torch.bfloat16, device=torch.device("cpu"), free=free
+    ), layout.nbytes(1, 4)
+
+
+def test_policy_takes_what_fits_in_half_of_the_free_memory():
+    _, one = decide(GIB)
+    assert decide(8 * one)[0].plan == "stored"  # three buffers and E
+    assert decide(8 * one - 2)[0].plan == "mixed"
+    assert decide(4 * one)[0].plan == "mixed"  # one buffer and E
+    assert decide(4 * one - 2)[0].plan == "recompute"
+    assert decide(8 * one, blocks=2)[0].plan == "mixed"  # both blocks' buffers are alive
+    assert decide(8 * one, T=512)[0].plan == "recompute"
+    assert decide(8 * one, T=512, windows=32)[0].plan == "stored"
+    assert decide(GIB, layers=1)[0].plan == "recompute"
+
+
+def test_policy_says_why():
+    _, one = decide(GIB)
+    decision, _ = decide(5 * one)
+    assert "stored needs" in decision.reason
+    assert "half of the" in decision.reason
+    assert decision.saved_bytes == decision.transient_bytes == one
+    assert str(decision).startswith("mixed on blocked: ")
+    assert decide(5 * one, plan="stored")[0].reason == "asked for"
+
+
+def test_policy_is_what_runs():
+    q, k, v = inputs()
+    first = Carry(CarriedConfig(impl="blocked", tile=16))
+    assert first.decision is None
+    _, carry = carried_attention(q[0], k[0], v[0], first)
+    assert carry.decision.plan == first.decision.plan in ("stored", "mixed", "recompute")
+    assert carry.decision.impl == "blocked"
+
+
+def operands(n, stored):
+    config = CarriedConfig(tile=16, layers=2)
+    q, k, v = ([x.detach() for x in group] for group in inputs(layers=n, T=20, d=8, dtype=torch.float32))
+    layout = TileLayout(config, 20, 20)
+    layer = layout.layers[0]
+    z = torch.zeros(1, 4, layout.total, 16, 16, dtype=torch.float16) if stored else None
+    gain, centre = [torch.rand(4)] * n, [x.mean(2) for x in k]
+    lists = (q, k, v[0], gain, centre, [layer.lo], [layer.hi], layer.rows)
+    options = (*OPTIONS[:6], [stored] * n, *OPTIONS[7:])
+    return lists, layer, z, options
+
+
+@pytest.mark.parametrize(("n", "stored"), [(1, True), (3, False)])
+def test_operator_contracts(n, stored):
+    (q, k, v, gain, centre, lo, hi, rows), layer, z, options = operands(n, stored)
+    sink = torch.rand(4)
+    forward, backward = torch.ops.tilewise.carried_forward.default, torch.ops.tilewise.carried_backward.default
+    args = (q, k, v, gain, centre, lo, hi, rows, None, z, stored, sink, None, *options)
+    torch.library.opcheck(forward, args)
+    O, lse = forward(*args)
+    e = None if z is None else torch.zeros(z.shape, dtype=torch.bfloat16)
+    flags = (False, e, stored, stored, not stored)
+    args = (O, q, k, v, O, lse, gain, centre, lo, hi, rows, layer.columns, z, *flags, sink, None, *options)
+    torch.library.opcheck(backward, args)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"layers": 0}, "layers is 0; expected at least 1"),
+        ({"blocks": 0}, "blocks is 0"),
+        ({"scaling": "max"}, "scaling is 'max'; expected one of sum, mean, gain"),
+        ({"plan": "fast"}, "plan is 'fast'"),
+        ({"impl": "cuda"}, "impl is 'cuda'"),
+        ({"windows": 0}, "windows holds 0"),
+        ({"windows": (1, 2)}, "windows has 2 entries; expected layers = 4"),
+        ({"tile": 48}, "tile is 48; expected a power of two"),
+        ({"dropout_p": 1.0}, "dropout_p is 1.0"),
+        ({"softcap": 0.0}, "softcap is 0.0"),
+        ({"impl": "reference", "plan": "stored"}, "nearest legal call: plan='recompute'"),
+    ],
+)
+def test_options_are_checked(options, message):
+    with pytest.raises(ValueError, match=message):
+        CarriedConfig(**options)
+
+
+def call(config=None, gain=None, sink=None, mask=None, **change):
+    q, k, v = (group[0].detach() for group in inputs(layers=1, dtype=torch.float32))
+    tensors = {"q": q, "k": k, "v": v}
+    for name, f in change.items():
+        tensors[name] = f(tensors[name])
+    return carried_attention(
+        *tensors.values(), Carry(config or CarriedConfig(tile=16), mask=mask), gain=gain, sink=sink
+    )
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "error", "message"),
+    [
+        ({"q": lambda x: x[0]}, ValueError, "q has shape"),
+        ({"k": lambda x: x.half()}, TypeError, "k is torch.float16; expected"),
+        ({"q": lambda x: x.long(), "k": lambda x: x.long(), "v": lambda x: x.long()}, TypeError, "q is torch.int64"),
+        ({"k": lambda x: x[..., :4]}, ValueError, "to fit q"),
+        ({"k": lambda x: x.repeat(1, 2, 1, 1)[:, :3]}, ValueError, "expected a divisor of q's 4"),
+        ({"v": lambda x: x[:, :, :5]}, ValueError, "v has shape"),
+        ({"q": lambda x: x[:, :, :0]}, ValueError, "no empty dimension"),
+        ({"gain": torch.ones(4)}, ValueError, "nearest legal call: scaling='gain'"),
+        ({"sink": torch.ones(4)}, ValueError, r"CarriedConfig\(sink=True\)"),
+        (
+            {"sink": torch.ones(3), "config": CarriedConfig(sink=True)},
+            ValueError,
+            r"sink has shape \(3,\); expected \[4\]",
+        ),
+        ({"mask": Mask.lengths([1, 2, 3])}, ValueError, "mask.bounds has shape"),
+        ({"mask": Mask.padding(torch.ones(1, 37))}, ValueError, "Nearest legal calls: Mask.lengths"),
+        ({"mask": Mask.full(torch.ones(37, 37) > 0)}, ValueError, "mask has dense"),
+    ],
+)
+def test_calls_are_checked(kwargs, error, message):
+    with pytest.raises(error, match=message):
+        call(**kwargs)
+
+
+def test_layers_of_a_block_have_to_match():
+    q, k, v = inputs()
+    _, carry = carried_attention(q[0], k[0], v[0], Carry(CarriedConfig(tile=16, scaling="gain")))
+    with pytest.raises(ValueError, match=r"gain is None; expected a tensor \[4\] for layer 1"):
+        carried_attention(q[1], k[1], v[1], carry)
+    with pytest.raises(ValueError, match="all layers of a block have the same tokens"):
+        carried_attention(q[1][:, :, :9], k[1], v[1], carry, gain=torch.ones(4))
+    with pytest.raises(ValueError, match="as in the layers before"):
+        carried_attention(q[1][:, :2], k[1], v[1], carry, gain=torch.ones(2))
