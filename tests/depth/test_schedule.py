@@ -14,6 +14,7 @@ PLANS = {
     "inside_pairs": Schedule.at(12, (0, 3, 4, 9)),
     "one_block": Schedule.block(12, 12),
     "two_phase_only": Schedule.block(12, 4, one_pass_sources=0),
+    "phase1_in_parts": Schedule.block(12, 5, one_pass_sources=1, max_queries=2),
     "one_pass_only": Schedule.block(12, 2, one_pass_sources=99),
     "full": Schedule.full_attention(12),
     "full_group_1": Schedule.full_attention(12, 1, one_pass_sources=0),

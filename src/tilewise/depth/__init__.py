@@ -12,12 +12,21 @@ from tilewise.depth.functional import (
     phase2_first,
     scores,
 )
+from tilewise.depth.planner import MemoryPlan, memory_table, plan_memory
+from tilewise.depth.schedule import Schedule, layers_from_sublayers, sublayers_from_layers
 from tilewise.depth.serving import fused_attn_res
+from tilewise.depth.state import InferenceState, InferenceStream
 
 __all__ = [
+    "InferenceState",
+    "InferenceStream",
+    "MemoryPlan",
+    "Schedule",
     "complete",
     "fold_queries",
     "fused_attn_res",
+    "layers_from_sublayers",
+    "memory_table",
     "mix",
     "mix_norm",
     "mix_update",
@@ -25,5 +34,7 @@ __all__ = [
     "phase1_from_scores",
     "phase2",
     "phase2_first",
+    "plan_memory",
     "scores",
+    "sublayers_from_layers",
 ]

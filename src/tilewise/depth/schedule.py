@@ -85,6 +85,8 @@ class Schedule:
         one_pass_sources: groups that begin with at most this many complete sources (embedding included) are read in
             one pass; all later ones in two phases. One pass moves n + 4 vectors a sublayer, two phases 6 + n/S: equal
             near n = 2.
+        max_queries: Block only: sublayers that share one phase 1 at most; None means the whole block. Less memory for
+            its outputs (`[queries, T, d]`), one more read of the sources for each further call.
 
     Raises:
         ValueError: starts that are empty, unordered or out of range.
@@ -100,6 +102,7 @@ class Schedule:
     starts: tuple[int, ...]
     full: bool = False
     one_pass_sources: int = 2
+    max_queries: int | None = None
 
     def __post_init__(self) -> None:
         if self.sublayers < 1:
@@ -113,9 +116,11 @@ class Schedule:
             )
         if self.starts[-1] >= self.sublayers:
             raise ValueError(f"starts: found {self.starts[-1]}, expected less than sublayers = {self.sublayers}")
+        if self.max_queries is not None and (self.max_queries < 1 or self.full):
+            raise ValueError(f"max_queries: found {self.max_queries}, expected None for Full, or at least 1")
 
     @classmethod
-    def block(cls, sublayers: int, size: int, *, one_pass_sources: int = 2) -> Schedule:
+    def block(cls, sublayers: int, size: int, *, one_pass_sources: int = 2, max_queries: int | None = None) -> Schedule:
         """Blocks of `size` sublayers; the last one takes what remains.
 
         Raises:
@@ -123,7 +128,7 @@ class Schedule:
         """
         if size < 1:
             raise ValueError(f"size: found {size}, expected at least 1 sublayer")
-        return cls(sublayers, tuple(range(0, sublayers, size)), False, one_pass_sources)
+        return cls(sublayers, tuple(range(0, sublayers, size)), False, one_pass_sources, max_queries)
 
     @classmethod
     def at(cls, sublayers: int, starts: Sequence[int], *, one_pass_sources: int = 2) -> Schedule:
@@ -176,6 +181,11 @@ class Schedule:
         sources = start + 1 if self.full else n + 1
         return Visit(sublayer, start, end, sources, sources <= self.one_pass_sources)
 
+    def phase1_end(self, sublayer: int) -> int:
+        """One past the last sublayer whose phase 1 is computed together with sublayer l's."""
+        end = self.visit(sublayer).end
+        return end if self.max_queries is None else min(end, sublayer + self.max_queries)
+
     def complete_before(self, sublayer: int) -> int:
         """Sources that exist, embedding included, once the sublayers before l have run; l may be L."""
         if self.full:
@@ -193,8 +203,9 @@ class Schedule:
         for l in range(self.sublayers):
             v = self.visit(l)
             i = l - v.start
-            if v.first and not v.one_pass:
-                read, written = read + v.sources, written + v.end - v.start
+            if not v.one_pass and i % (self.max_queries or self.sublayers) == 0:
+                read += v.sources
+                written += min(v.end - l, self.max_queries or self.sublayers)
             if self.full:
                 read += v.sources + i if v.one_pass else 1 + i + bool(i)
                 written += 1

@@ -6,6 +6,7 @@ nested tuple does. :class:`tilewise.nn.Stream` is the mutable face of these func
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -20,9 +21,9 @@ from tilewise.depth.functional import (
     phase2_first,
     scores,
 )
-from tilewise.depth.schedule import Schedule
+from tilewise.depth.schedule import Schedule, Visit
 
-__all__ = ["Reads", "State", "begin", "finish", "output", "read", "write"]
+__all__ = ["Reads", "State", "begin", "finish", "output", "read", "total", "write"]
 
 
 class State(NamedTuple):
@@ -93,14 +94,26 @@ def write(state: State, update: Tensor) -> State:
     return state._replace(update=update.to(state.sources[0].dtype))
 
 
+def total(number: int, prefix: Tensor | None, update: Tensor | None) -> Tensor:
+    """prefix + update, where either may be absent: source `number`, once its block is complete."""
+    del number
+    return prefix if update is None else update if prefix is None else prefix + update
+
+
 def finish(state: State) -> State:
     """The same stream with the waiting update added to the prefix: what travels between pipeline stages."""
-    if state.update is None or state.prefix is None:
-        return state._replace(prefix=state.prefix if state.update is None else state.update, update=None)
-    return state._replace(prefix=state.prefix + state.update, update=None)
+    return state._replace(prefix=total(len(state.sources), state.prefix, state.update), update=None)
 
 
-def read(state: State, schedule: Schedule, reads: Reads, sublayer: int, norm_weight: Tensor | None):
+def read(
+    state: State,
+    schedule: Schedule,
+    reads: Reads,
+    sublayer: int,
+    norm_weight: Tensor | None,
+    *,
+    complete: Callable[[int, Tensor | None, Tensor | None], Tensor] = total,
+) -> tuple[Tensor, State]:
     """h_l, or RMSNorm(h_l) * norm_weight, and the new state.
 
     Args:
@@ -109,6 +122,7 @@ def read(state: State, schedule: Schedule, reads: Reads, sublayer: int, norm_wei
         reads: queries and key-norm weights.
         sublayer: l.
         norm_weight: weight `[d]` of the sublayer's input norm, or None for h_l itself.
+        complete: (number, prefix, update) → the source that a finished block becomes; inference stores it in a bank.
 
     Returns:
         (input of sublayer l, state).
@@ -124,15 +138,13 @@ def read(state: State, schedule: Schedule, reads: Reads, sublayer: int, norm_wei
         y = phase2_first(state.sources[0], norm_weight, output_eps=reads.output_eps, impl=reads.impl)
         return y, state
     if schedule.full:
-        return _read_full(state, visit, reads, norm_weight)
+        return _read_full(state, visit, reads, norm_weight, complete)
     if visit.first:
-        done = finish(state)
-        state = State((*state.sources, done.prefix))
-    end = min(visit.end, reads.last)
+        state = State((*state.sources, complete(len(state.sources), state.prefix, state.update)))
     if visit.one_pass:
         return _one_pass(state, reads, sublayer, norm_weight)
-    if visit.first or not state.o1:
-        q, g = reads.rows(sublayer, end)
+    if not state.o1:
+        q, g = reads.rows(sublayer, min(schedule.phase1_end(sublayer), reads.last))
         o1, lse = phase1(state.sources, q, g, eps=reads.eps, impl=reads.impl)
         state = state._replace(o1=o1.unbind(0), lse=lse.unbind(0))
     return _merge(state, reads, sublayer, norm_weight)
@@ -160,12 +172,10 @@ def _merge(state: State, reads: Reads, sublayer: int, norm_weight: Tensor | None
     return y, rest._replace(prefix=p, update=None)
 
 
-def _read_full(state: State, visit, reads: Reads, norm_weight: Tensor | None):
+def _read_full(state: State, visit: Visit, reads: Reads, norm_weight: Tensor | None, complete):
     l, end = visit.sublayer, min(visit.end, reads.last)
-    done = finish(state)
-    born = done.prefix
-    if born is not None:
-        state = done._replace(sources=(*state.sources, born), prefix=None)
+    born = complete(len(state.sources), state.prefix, state.update)
+    state = state._replace(sources=(*state.sources, born), prefix=None, update=None)
     if visit.one_pass:
         q, g = reads.row(l)
         options = {"eps": reads.eps, "output_eps": reads.output_eps, "impl": reads.impl}
@@ -175,7 +185,7 @@ def _read_full(state: State, visit, reads: Reads, norm_weight: Tensor | None):
         # A group that opens here, or a stage that starts inside one: everything so far is one phase 1.
         o1, lse = phase1(state.sources, q, g, eps=reads.eps, impl=reads.impl)
         state = state._replace(o1=o1.unbind(0), lse=lse.unbind(0), scores=())
-    elif born is not None:
+    else:
         s = scores([born], q, g, eps=reads.eps, impl=reads.impl)
         state = state._replace(scores=(*state.scores, s[:, 0]))
     o1, lse, own = state.o1[0], state.lse[0], state.scores
