@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -131,6 +131,11 @@ class CarriedConfig:
         if window is not None:
             mask = mask & Mask.window(window - 1, 0 if self.causal else window - 1)
         return mask
+
+    def plain(self, layer: int, d: int) -> CarriedConfig:
+        """Options of a layer alone that gives softmax(cap(s QKᵀ / c_i)) with the layer's c_i and window: no carry."""
+        scale = (d**-0.5 if self.scale is None else self.scale) / self.divisor(layer)
+        return replace(self, layers=1, scaling="sum", windows=self.window(layer), scale=scale, plan="auto")
 
     def divisor(self, layer: int) -> int:
         """c_i: what the accumulated scores are divided by before the softmax."""

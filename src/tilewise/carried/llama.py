@@ -1,0 +1,235 @@
+"""A small Llama-style language model whose attention carries its scores within blocks of layers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..mask import Mask
+from .config import CarriedConfig
+from .inference import carried_decode
+from .layout import TileLayout
+from .nn import CarriedAttention, CarriedBlock, rotary
+from .shared_keys import SharedKeyCarry, fold_queries, shared_key_attention
+from .state import Carry, carried_attention
+
+__all__ = ["CarriedLlama", "KeyValueCache", "LlamaOptions"]
+
+
+@dataclass(frozen=True)
+class LlamaOptions:
+    """Sizes and variants of :class:`CarriedLlama`.
+
+    Attributes:
+        vocabulary, width, layers, heads, kv_heads, hidden: sizes; `hidden` is the SwiGLU's.
+        carried: options of a block; ``layers=1`` in it is the model without carry.
+        gated, qk_norm: see :class:`CarriedAttention`.
+        keys: ``own``; ``hidden`` (every layer projects its keys and values from the hidden state that enters its
+        keys: ``own``; ``hidden`` (every layer projects its keys and values from the hidden state that enters the block,
+            carry folds into the queries).
+        rotary_base: base of the rotary frequencies.
+    """
+
+    vocabulary: int = 256
+    width: int = 64
+    layers: int = 8
+    heads: int = 4
+    kv_heads: int = 2
+    hidden: int = 192
+    carried: CarriedConfig = field(default_factory=CarriedConfig)
+    gated: bool = False
+    qk_norm: bool = False
+    keys: str = "own"
+    rotary_base: float = 10000.0
+
+    def __post_init__(self) -> None:
+        if self.keys not in ("own", "hidden", "shared"):
+            raise ValueError(f"keys is {self.keys!r}; expected own, hidden or shared")
+
+
+class DecoderLayer(nn.Module):
+    """Pre-norm attention and SwiGLU."""
+
+    def __init__(self, options: LlamaOptions, layer: int) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(options.width)
+        self.attention = CarriedAttention(
+            options.width, options.heads, options.kv_heads, config=options.carried, layer=layer, gated=options.gated,
+            qk_norm=options.qk_norm, shared_keys=options.keys == "shared",
+        )  # fmt: skip
+        self.mlp_norm = nn.RMSNorm(options.width)
+        self.up = nn.Linear(options.width, 2 * options.hidden, bias=False)
+        self.down = nn.Linear(options.hidden, options.width, bias=False)
+
+    def feed_forward(self, x: Tensor) -> Tensor:
+        a, b = self.up(self.mlp_norm(x)).chunk(2, -1)
+        return x + self.down(F.silu(a) * b)
+
+    def forward(self, x, carry, *, cos, sin, memory=None, shared=None):
+        memory = None if memory is None else self.norm(memory)
+        y, carry, kv = self.attention(self.norm(x), carry, cos, sin, memory=memory, shared=shared)
+        return self.feed_forward(x + y), carry, kv
+
+
+class LlamaBlock(CarriedBlock):
+    """The layers of one block, and what they take from its first."""
+
+    def __init__(self, options: LlamaOptions, layers: int, checkpointed: bool) -> None:
+        start = (lambda config, mask, layout: SharedKeyCarry(config, mask)) if options.keys == "shared" else None
+        super().__init__(
+            [DecoderLayer(options, i) for i in range(layers)], options.carried, checkpointed=checkpointed, start=start
+        )
+        self.keys = options.keys
+
+    def _run(self, x: Tensor, mask: Mask | None, layout: TileLayout | None, **kwargs) -> Tensor:
+        carry, shared = self.start(self.config, mask, layout), None
+        memory = x if self.keys == "hidden" else None
+        for layer in self.layers:
+            x, carry, kv = layer(x, carry, memory=memory, shared=shared, **kwargs)
+            shared = kv if self.keys == "shared" else None
+        return x
+
+    def step(self, x: Tensor, cache: KeyValueCache, first: int, cos: Tensor, sin: Tensor) -> Tensor:
+        """New tokens x against the cache, whose entries for this block start at `first`."""
+        shared, few = self.keys == "shared", x.shape[1] <= KeyValueCache.FEW
+        carry = SharedKeyCarry(self.config) if shared else Carry(self.config)
+        row = folded = None
+        memory = x if self.keys == "hidden" else None
+        for i, layer in enumerate(self.layers):
+            h, attention = layer.norm(x), layer.attention
+            q, k, v = attention.project(h, cos, sin, None if memory is None else layer.norm(memory))
+            k, v = cache.append(first + i, k, v) if k is not None else cache.entry(first)
+            gain, sink = attention.gain, attention.sink
+            if few and shared:
+                folded = fold_queries(q, folded, gain)
+                plain = self.config.plain(i, q.shape[-1])
+                O, _ = carried_decode(folded.to(q.dtype), k, v, None, 0, plain, sink=sink)
+            elif few:
+                O, row = carried_decode(q, k, v, row, i, self.config, gain=gain, sink=sink)
+            else:
+                attend = shared_key_attention if shared else carried_attention
+                O, carry = attend(q, k, v, carry, gain=gain, sink=sink)
+            x = layer.feed_forward(x + attention.merge(O, h))
+        return x
+
+
+class KeyValueCache:
+    """Keys and values of all layers for up to `capacity` tokens; nothing else is kept between steps.
+
+    Attributes:
+        length: tokens in the cache.
+    """
+
+    FEW = 8
+    """Up to this many new tokens a step carries dense rows of scores; above, packed tiles."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity, self.length, self._new = capacity, 0, 0
+        self._entries: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Write the new tokens' keys and values of a layer; returns all of its keys and values."""
+        self._new = k.shape[2]
+        end = self.length + self._new
+        if end > self.capacity:
+            raise ValueError(f"the cache holds {self.length} tokens, {self._new} are new; capacity is {self.capacity}")
+        if layer not in self._entries:
+            self._entries[layer] = tuple(t.new_zeros(*t.shape[:2], self.capacity, t.shape[3]) for t in (k, v))
+        for buffer, part in zip(self._entries[layer], (k, v), strict=True):
+            buffer[:, :, self.length : end] = part
+        return self.entry(layer)
+
+    def entry(self, layer: int) -> tuple[Tensor, Tensor]:
+        """All keys and values of a layer, those of this step included."""
+        k, v = self._entries[layer]
+        end = self.length + self._new
+        return k[:, :, :end], v[:, :, :end]
+
+    def advance(self) -> None:
+        """Close a step: its tokens now belong to the past."""
+        self.length, self._new = self.length + self._new, 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the buffers."""
+        return sum(t.nbytes for pair in self._entries.values() for t in pair)
+
+
+class CarriedLlama(nn.Module):
+    """Tokens to logits. The carry lives inside blocks: checkpoint, shard, compile or cut the model between them.
+
+    Args:
+        options: sizes and variants.
+        checkpointed: activation checkpointing of whole blocks.
+
+    Example:
+        >>> model = CarriedLlama(LlamaOptions(layers=4, carried=CarriedConfig(layers=2)))
+        >>> tokens = torch.randint(256, (2, 17))
+        >>> model(tokens).shape, model.loss(tokens).shape
+        (torch.Size([2, 17, 256]), torch.Size([]))
+    """
+
+    def __init__(self, options: LlamaOptions | None = None, *, checkpointed: bool = False) -> None:
+        super().__init__()
+        self.options = options = options or LlamaOptions()
+        per = options.carried.layers
+        self.embedding = nn.Embedding(options.vocabulary, options.width)
+        self.blocks = nn.ModuleList(
+            LlamaBlock(options, min(per, options.layers - i), checkpointed) for i in range(0, options.layers, per)
+        )
+        self.norm = nn.RMSNorm(options.width)
+        self.head = nn.Linear(options.width, options.vocabulary, bias=False)
+        for name, weight in self.named_parameters():
+            if weight.dim() == 2:
+                ends = name.endswith(("out.weight", "down.weight"))
+                nn.init.normal_(weight, std=0.02 / (2 * options.layers) ** 0.5 if ends else 0.02)
+
+    def forward(
+        self, tokens: Tensor, *, mask: Mask | None = None, layout: TileLayout | None = None,
+        cache: KeyValueCache | None = None, positions: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Logits [B, T, vocabulary] of tokens [B, T].
+
+        Args:
+            mask: documents or lengths (training). layout: made once a batch from it, to share it among blocks.
+            cache: for inference: the tokens follow those in the cache; equal lengths, no mask.
+            positions: [T] or [B, T], default 0 … (after the cache's tokens).
+        """
+        if cache is not None and mask is not None:
+            raise ValueError("mask is given with a cache; expected sequences of equal length and no mask")
+        past = 0 if cache is None else cache.length
+        if positions is None:
+            positions = torch.arange(past, past + tokens.shape[1], device=tokens.device)
+        cos, sin = rotary(positions, self.options.width // self.options.heads, self.options.rotary_base)
+        x, first = self.embedding(tokens), 0
+        for block in self.blocks:
+            if cache is None:
+                whole = len(block.layers) == self.options.carried.layers
+                x = block(x, mask=mask, layout=layout if whole else None, cos=cos, sin=sin)
+            else:
+                x = block.step(x, cache, first, cos, sin)
+            first += len(block.layers)
+        if cache is not None:
+            cache.advance()
+        return self.head(self.norm(x))
+
+    def loss(self, tokens: Tensor, **kwargs) -> Tensor:
+        """Mean cross-entropy of every token after the first, in nats."""
+        logits = self(tokens[:, :-1], **kwargs)
+        return F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
+
+    @torch.no_grad()
+    def generate(self, tokens: Tensor, count: int, *, chunk: int | None = None) -> Tensor:
+        """`count` greedy tokens after tokens [B, T]; the prompt is read in chunks of `chunk` tokens."""
+        cache = KeyValueCache(tokens.shape[1] + count)
+        for part in tokens.split(chunk or tokens.shape[1], 1):
+            logits = self(part, cache=cache)
+        new = []
+        for _ in range(count):
+            new.append(logits[:, -1:].argmax(-1))
+            if len(new) < count:
+                logits = self(new[-1], cache=cache)
+        return torch.cat(new, 1) if new else tokens[:, :0]

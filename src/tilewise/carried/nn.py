@@ -1,0 +1,162 @@
+"""Layers for one's own model: attention that carries its scores, and the block that starts and ends the carry."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from ..mask import Mask
+from .config import CarriedConfig
+from .layout import TileLayout
+from .shared_keys import SharedKeyCarry, shared_key_attention
+from .state import Carry, carried_attention
+
+__all__ = ["CarriedAttention", "CarriedBlock", "rotary", "rotate"]
+
+
+def rotary(positions: Tensor, d: int, base: float = 10000.0) -> tuple[Tensor, Tensor]:
+    """cos and sin [T or B, T, d/2] in fp32 of rotary position encoding (Su et al. 2021, arXiv 2104.09864)."""
+    frequency = base ** (-torch.arange(0, d, 2, dtype=torch.float32, device=positions.device) / d)
+    angle = positions[..., None].to(torch.float32) * frequency
+    return angle.cos(), angle.sin()
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn the halves of the last dimension of x [B, H, T, d] into each other."""
+    cos, sin = (t if t.dim() == 2 else t[:, None] for t in (cos, sin))
+    a, b = x.to(torch.promote_types(x.dtype, torch.float32)).chunk(2, -1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(x.dtype)
+
+
+class CarriedAttention(nn.Module):
+    """Grouped-query attention of one layer of a block: projections, rotary positions, carried scores, output gate.
+
+    Args:
+        width: of the residual stream.
+        heads, kv_heads: query heads H and key-value heads Hk.
+        head_width: d; default width / heads.
+        config: the block's options.
+        layer: index of this layer in its block.
+        gated: multiply O with sigmoid(W_g x) before the output projection, element by element (gated attention, Qiu et
+            al. 2025, arXiv 2505.06708).
+        qk_norm: RMS norm of every head's queries and keys.
+        shared_keys: take keys and values from the block's first layer, so that the carry folds into the queries.
+
+    Inputs of forward:
+        x: [B, T, width]. carry: :class:`Carry` (:class:`SharedKeyCarry` with `shared_keys`). cos, sin: of
+        :func:`rotary`, or None. memory: the hidden state that keys and values are projected from; default x.
+        shared: (K, V) of the block's first layer, with `shared_keys` and layer > 0.
+
+    Returns:
+        The layer's output [B, T, width], the next carry, and this layer's (K, V).
+    """
+
+    def __init__(
+        self, width: int, heads: int, kv_heads: int | None = None, head_width: int | None = None, *,
+        config: CarriedConfig | None = None, layer: int = 0, gated: bool = False, qk_norm: bool = False,
+        shared_keys: bool = False,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        kv_heads, head_width = kv_heads or heads, head_width or width // heads
+        if heads % kv_heads:
+            raise ValueError(f"kv_heads is {kv_heads}; expected a divisor of heads = {heads}")
+        self.heads, self.kv_heads, self.head_width = heads, kv_heads, head_width
+        self.config, self.shared_keys = config or CarriedConfig(), shared_keys
+        self.query = nn.Linear(width, heads * head_width, bias=False)
+        owner = not shared_keys or layer == 0
+        self.key = nn.Linear(width, kv_heads * head_width, bias=False) if owner else None
+        self.value = nn.Linear(width, kv_heads * head_width, bias=False) if owner else None
+        self.out = nn.Linear(heads * head_width, width, bias=False)
+        self.gate = nn.Linear(width, heads * head_width, bias=False) if gated else None
+        self.query_norm = nn.RMSNorm(head_width) if qk_norm else None
+        self.key_norm = nn.RMSNorm(head_width) if qk_norm and owner else None
+        self.gain = nn.Parameter(torch.ones(heads)) if self.config.scaling == "gain" and layer > 0 else None
+        self.sink = nn.Parameter(torch.zeros(heads)) if self.config.sink else None
+
+    def project(
+        self, x: Tensor, cos: Tensor | None, sin: Tensor | None, memory: Tensor | None = None
+    ) -> tuple[Tensor, ...]:
+        """Q, K, V as attention takes them; K and V are None where the layer has none of its own."""
+        q = self._split(self.query, x, self.heads, self.query_norm, cos, sin)
+        if self.key is None:
+            return q, None, None
+        source = x if memory is None else memory
+        k = self._split(self.key, source, self.kv_heads, self.key_norm, cos, sin)
+        return q, k, self._split(self.value, source, self.kv_heads)
+
+    def _split(
+        self, linear: nn.Linear, x: Tensor, heads: int, norm: nn.Module | None = None, cos=None, sin=None
+    ) -> Tensor:
+        y = linear(x).view(*x.shape[:2], heads, self.head_width).transpose(1, 2)
+        y = y if norm is None else norm(y)
+        return y if cos is None else rotate(y, cos, sin)
+
+    def merge(self, O: Tensor, x: Tensor) -> Tensor:
+        """The layer's output from O [B, H, T, d]."""
+        y = O.transpose(1, 2).reshape(*x.shape[:2], self.heads * self.head_width)
+        return self.out(y if self.gate is None else y * torch.sigmoid(self.gate(x)))
+
+    def forward(
+        self, x: Tensor, carry: Carry | SharedKeyCarry, cos: Tensor | None = None, sin: Tensor | None = None, *,
+        memory: Tensor | None = None, shared: tuple[Tensor, Tensor] | None = None,
+    ) -> tuple[Tensor, Carry | SharedKeyCarry, tuple[Tensor, Tensor]]:  # fmt: skip
+        q, k, v = self.project(x, cos, sin, memory)
+        if self.shared_keys:
+            if k is None:
+                if shared is None:
+                    raise ValueError("shared is None; expected (K, V) of the block's first layer")
+                k, v = shared
+            O, carry = shared_key_attention(q, k, v, carry, gain=self.gain, sink=self.sink)
+        else:
+            O, carry = carried_attention(q, k, v, carry, gain=self.gain, sink=self.sink)
+        return self.merge(O, x), carry, (k, v)
+
+
+class CarriedBlock(nn.Module):
+    """Layers among which scores are carried; the carry starts and ends inside, so a block is the unit to checkpoint,
+    to wrap in FSDP, to cut a pipeline at and to compile.
+
+    Args:
+        layers: modules called as ``layer(x, carry, **kwargs)`` that return (x, carry, …).
+        config: the block's options; `config.layers` at least the number of layers (a last block may be shorter).
+        checkpointed: keep only the block's input and form the rest again in the backward pass.
+        start: makes the carry of a forward pass from (config, mask, layout); default :class:`Carry`.
+
+    Example:
+        >>> config = CarriedConfig(layers=2, tile=16)
+        >>> block = CarriedBlock([CarriedAttention(32, 4, 2, config=config, layer=i) for i in range(2)], config)
+        >>> block(torch.randn(1, 10, 32)).shape
+        torch.Size([1, 10, 32])
+    """
+
+    def __init__(
+        self, layers: Iterable[nn.Module], config: CarriedConfig, *, checkpointed: bool = False,
+        start: Callable[[CarriedConfig, Mask | None, TileLayout | None], Carry | SharedKeyCarry] | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+        if not 0 < len(self.layers) <= config.layers:
+            raise ValueError(f"the block has {len(self.layers)} layers; expected 1 to config.layers = {config.layers}")
+        self.config, self.checkpointed = _shortened(config, len(self.layers)), checkpointed
+        self.start = start or (lambda config, mask, layout: Carry(config, mask, layout=layout))
+
+    def forward(self, x: Tensor, *, mask: Mask | None = None, layout: TileLayout | None = None, **kwargs) -> Tensor:
+        if self.checkpointed and torch.is_grad_enabled():
+            return checkpoint(self._run, x, mask, layout, use_reentrant=False, **kwargs)
+        return self._run(x, mask, layout, **kwargs)
+
+    def _run(self, x: Tensor, mask: Mask | None, layout: TileLayout | None, **kwargs) -> Tensor:
+        carry = self.start(self.config, mask, layout)
+        for layer in self.layers:
+            x, carry, *_ = layer(x, carry, **kwargs)
+        return x
+
+
+def _shortened(config: CarriedConfig, layers: int) -> CarriedConfig:
+    """The options of a block of fewer layers, whose last one then hands nothing on."""
+    windows = config.windows[:layers] if isinstance(config.windows, tuple) else config.windows
+    return dataclasses.replace(config, layers=layers, windows=windows)

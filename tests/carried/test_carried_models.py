@@ -1,0 +1,207 @@
+"""Modules, the reference model, the shared-key fold, and decoding against the training forward pass."""
+
+import dataclasses
+
+import pytest
+import torch
+from carried_cases import CarriedConfig, dense, grads_of, inputs, run
+
+from tilewise.carried import SharedKeyCarry, TileLayout, carried_decode, decode_cost, shared_key_attention
+from tilewise.carried.llama import CarriedLlama, KeyValueCache, LlamaOptions
+from tilewise.carried.nn import CarriedAttention, CarriedBlock
+from tilewise.mask import Mask
+
+VARIANTS = {
+    "carried": {},
+    "plain": {"carried": {"layers": 1}},
+    "mean": {"carried": {"scaling": "mean"}},
+    "gain": {"carried": {"scaling": "gain"}},
+    "sink and softcap": {"carried": {"sink": True, "softcap": 5.0}},
+    "sliding window and gate": {"carried": {"windows": (9, 9, 9, None)}, "gated": True},
+    "one window": {"carried": {"windows": 6}, "qk_norm": True},
+    "keys from the hidden state": {"keys": "hidden"},
+    "shared keys": {"keys": "shared"},
+    "shared keys, gain and window": {"keys": "shared", "carried": {"scaling": "gain", "windows": 6}},
+    "detached": {"carried": {"detach": True}},
+}
+
+
+def model_of(name, dtype=torch.float64, **change):
+    variant = dict(VARIANTS[name])
+    carried = CarriedConfig(**{"tile": 16, "impl": "blocked"} | variant.pop("carried", {}) | change.pop("carried", {}))
+    sizes = {"vocabulary": 61, "width": 32, "layers": 6, "hidden": 48, "carried": carried}
+    return CarriedLlama(LlamaOptions(**sizes | variant), **change).to(dtype)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_the_model_equals_itself_on_the_dense_reference(name):
+    tokens = torch.randint(61, (2, 38))
+    results = []
+    for impl in ("blocked", "reference"):
+        torch.manual_seed(3)
+        model = model_of(name, carried={"impl": impl})
+        loss = model.loss(tokens)
+        loss.backward()
+        results.append([loss, *(p.grad for p in model.parameters())])
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("chunk", [None, 17, 3])
+def test_generation_equals_the_forward_pass(name, chunk):
+    """Prefill at once and in chunks, then decoding with a carried row: the logits of one forward over all tokens."""
+    model, tokens = model_of(name), torch.randint(61, (2, 40))
+    with torch.no_grad():
+        whole, cache = model(tokens), KeyValueCache(40)
+        parts = [model(part, cache=cache) for part in tokens[:, :34].split(chunk or 34, 1)]
+        parts += [model(token, cache=cache) for token in tokens[:, 34:].split([1, 1, 3, 1], 1)]
+    torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=1e-9, atol=1e-10)
+
+
+def test_generate_is_greedy_and_needs_no_extra_cache():
+    model, prompt = model_of("carried"), torch.randint(61, (2, 11))
+    new = model.generate(prompt, 4, chunk=5)
+    for i in range(4):
+        logits = model(torch.cat((prompt, new[:, :i]), 1))
+        assert torch.equal(logits[:, -1].argmax(-1), new[:, i])
+    cache = KeyValueCache(16)
+    model(prompt, cache=cache)
+    assert cache.nbytes == 6 * 2 * (2 * 2 * 16 * 8) * 8  # layers · (K, V) · B · Hk · capacity · d · fp64
+
+
+@pytest.mark.parametrize("plan", ["stored", "mixed", "recompute"])
+def test_checkpointed_blocks_give_the_same_gradients(plan):
+    tokens, results = torch.randint(61, (2, 38)), []
+    for checkpointed in (False, True):
+        torch.manual_seed(3)
+        model = model_of("gain", checkpointed=checkpointed, carried={"plan": plan})
+        model.loss(tokens).backward()
+        results.append([p.grad for p in model.parameters()])
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0)
+
+
+def test_packed_documents_train_as_separate_ones():
+    model, lengths = model_of("carried"), [1, 2, 20, 15]
+    documents = [torch.randint(61, (1, n)) for n in lengths]
+    mask = Mask.packed(torch.tensor([0, *lengths]).cumsum(0))
+    positions = torch.cat([torch.arange(n) for n in lengths])
+    layout = TileLayout(model.options.carried, 38, 38, mask)
+    packed = model(torch.cat(documents, 1), mask=mask, layout=layout, positions=positions)
+    torch.testing.assert_close(packed, torch.cat([model(d) for d in documents], 1), rtol=1e-9, atol=1e-10)
+
+
+def test_a_block_trains_and_learns():
+    """Next-token loss on a periodic text falls far below the uniform one."""
+    model = model_of("sliding window and gate", dtype=torch.float32)
+    tokens = torch.arange(5).repeat(9)[None, :41]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for _ in range(30):
+        optimizer.zero_grad()
+        loss = model.loss(tokens)
+        loss.backward()
+        optimizer.step()
+    assert loss.item() < 0.5 < torch.tensor(61.0).log()
+
+
+def test_block_checks_its_layers():
+    config = CarriedConfig(layers=2)
+    layers = [CarriedAttention(32, 4, config=config, layer=i) for i in range(3)]
+    with pytest.raises(ValueError, match="the block has 3 layers; expected 1 to"):
+        CarriedBlock(layers, config)
+    with pytest.raises(ValueError, match="kv_heads is 3; expected a divisor of heads = 4"):
+        CarriedAttention(32, 4, 3)
+    with pytest.raises(ValueError, match="keys is 'none'"):
+        LlamaOptions(keys="none")
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"scaling": "mean"}, {"scaling": "gain"}, {"windows": 9, "softcap": 2.0}], ids=str
+)
+def test_shared_keys_fold_exactly(options):
+    config = CarriedConfig(tile=16, impl="blocked", **options)
+    q, k, v = inputs()
+    gain = (
+        [torch.rand(4, dtype=torch.float64).requires_grad_() for _ in range(4)]
+        if options.get("scaling") == "gain"
+        else None
+    )
+    leaves = [*q, k[0], *v, *(gain or [])[1:]]
+    exact = dense(config, q, [k[0]] * 4, v, gain=gain)
+    carry, folded = SharedKeyCarry(config), []
+    for i in range(4):
+        o, carry = shared_key_attention(q[i], k[0], v[i], carry, gain=gain[i] if gain else None)
+        folded.append(o)
+    weights = [torch.randn_like(o) for o in exact]
+    for a, b in zip(
+        [*folded, *grads_of(folded, leaves, weights)], [*exact, *grads_of(exact, leaves, weights)], strict=True
+    ):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-11)
+    assert carry.index == 0
+
+
+def test_shared_keys_refuse_what_does_not_fold():
+    with pytest.raises(ValueError, match="expected one window for all layers"):
+        SharedKeyCarry(CarriedConfig(windows=(9, 9, 9, None)))
+    with pytest.raises(ValueError, match="detach is True; expected False"):
+        SharedKeyCarry(CarriedConfig(detach=True))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"windows": (9, 20, 5, None)}, {"scaling": "mean", "softcap": 2.0}, {"causal": False}],
+    ids=str,
+)
+def test_decode_equals_the_block(options):
+    config = CarriedConfig(tile=16, impl="blocked", **options)
+    q, k, v = inputs(T=3, Tk=30)
+    block, row = run(config, q, k, v), None
+    for i in range(4):
+        o, row = carried_decode(q[i], k[i], v[i], row, i, config)
+        torch.testing.assert_close(o, block[i], rtol=1e-11, atol=1e-12)
+    assert row is None
+
+
+def test_decode_of_sequences_of_different_length():
+    """A cache of fixed size whose sequences hold 7 and 30 tokens, each with one new token."""
+    config, lengths = CarriedConfig(tile=16, impl="blocked", windows=(9, 9, 9, None)), [7, 30]
+    q, k, v = inputs(B=2, T=1, Tk=40)
+    rows = {"batch": None, 0: None, 1: None}
+    for i in range(4):
+        o, rows["batch"] = carried_decode(q[i], k[i], v[i], rows["batch"], i, config, offset=torch.tensor(lengths) - 1)
+        for b, n in enumerate(lengths):
+            one = [x[b : b + 1, :, :n] for x in (k[i], v[i])]
+            alone, rows[b] = carried_decode(q[i][b : b + 1], *one, rows[b], i, config)
+            torch.testing.assert_close(o[b : b + 1], alone, rtol=1e-11, atol=1e-12)
+
+
+def test_decode_in_16_bits_stays_near_the_block():
+    q, k, v = inputs(T=1, Tk=300, d=64, dtype=torch.bfloat16)
+    wide = [[x.detach().double() for x in group] for group in (q, k, v)]
+    exact = dense(CarriedConfig(), *wide)
+    for row_dtype, limit in ((None, 0.003), (torch.float16, 0.004)):
+        row = None
+        for i in range(4):
+            o, row = carried_decode(q[i], k[i], v[i], row, i, CarriedConfig(), row_dtype=row_dtype)
+            assert row is None or row.dtype == (row_dtype or torch.float32)
+        assert ((o.double() - exact[3]).norm() / exact[3].norm()).item() < limit
+
+
+def test_decode_costs_what_the_study_counted():
+    cost = decode_cost(CarriedConfig(), 20, 4, 128, row_bytes=2)
+    assert cost == (4 * 2048, 6 * 20 * 2, 6 * 1024)
+    assert (cost.carried_share, cost.concatenated_share) == (pytest.approx(0.0293, abs=1e-4), 0.75)
+    assert decode_cost(CarriedConfig(layers=1), 20, 4, 128).carried == 0
+
+
+def test_decode_checks_its_arguments():
+    q, k, v = (group[0].detach() for group in inputs(layers=1, T=1, Tk=9))
+    with pytest.raises(ValueError, match="row has shape"):
+        carried_decode(q, k, v, torch.zeros(1, 4, 1, 8), 1, CarriedConfig())
+    with pytest.raises(ValueError, match="gain is None"):
+        carried_decode(q, k, v, None, 1, dataclasses.replace(CarriedConfig(), scaling="gain"))
+    with pytest.raises(ValueError, match="mask has bounds and offset is a tensor"):
+        carried_decode(q, k, v, None, 0, CarriedConfig(), mask=Mask.lengths([9]), offset=torch.tensor([8]))
+    with pytest.raises(ValueError, match="capacity is 4"):
+        KeyValueCache(4).append(0, k, v)
