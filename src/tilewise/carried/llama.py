@@ -28,8 +28,8 @@ class LlamaOptions:
         carried: options of a block; ``layers=1`` in it is the model without carry.
         gated, qk_norm: see :class:`CarriedAttention`.
         keys: ``own``; ``hidden`` (every layer projects its keys and values from the hidden state that enters its
-        keys: ``own``; ``hidden`` (every layer projects its keys and values from the hidden state that enters the block,
-            carry folds into the queries).
+            block, as SwiftKV's SingleInputKV); ``shared`` (the block's first layer's keys and values serve all of its
+            layers, and the carry folds into the queries).
         rotary_base: base of the rotary frequencies.
     """
 
