@@ -1,0 +1,104 @@
+"""Kimi K3's convention for Attention Residuals: its configuration, parameter names and shapes, in both directions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilewise.depth.schedule import Schedule, layers_from_sublayers
+
+from .residual import AttnRes
+
+__all__ = ["attn_res_from_config", "kimi_k3_state_dict", "load_kimi_k3"]
+
+OUTPUT = "output_attn_res"
+SUBLAYERS = ("self_attention_res", "mlp_res")
+
+
+def attn_res_from_config(config: Any, **options) -> AttnRes:
+    """An :class:`AttnRes` from a configuration with `hidden_size`, `num_hidden_layers`, `attn_res_block_size` (counted
+    in decoder layers) and `rms_norm_eps`.
+
+    Args:
+        config: an object or a mapping with these fields.
+        options: further arguments of :class:`AttnRes`.
+
+    Raises:
+        ValueError: a field is missing.
+
+    Example:
+        >>> config = {"hidden_size": 64, "num_hidden_layers": 7, "attn_res_block_size": 3, "rms_norm_eps": 1e-5}
+        >>> attn_res_from_config(config).schedule.starts
+        (0, 6, 12)
+    """
+    read = config.get if isinstance(config, Mapping) else lambda name: getattr(config, name, None)
+    names = ("hidden_size", "num_hidden_layers", "attn_res_block_size", "rms_norm_eps")
+    if missing := [name for name in names if read(name) is None]:
+        raise ValueError(f"config: found no {', '.join(missing)}, expected {', '.join(names)}")
+    d, layers, size, eps = (read(name) for name in names)
+    return AttnRes(d, Schedule.kimi_k3(layers, size), **({"eps": eps} | options))
+
+
+def _stems(module: AttnRes) -> list[str]:
+    first, last = module.span
+    stems = [f"layers.{l // 2}.{SUBLAYERS[l % 2]}" for l in range(first, last)]
+    return [*stems, OUTPUT] if last == module.schedule.sublayers else stems
+
+
+def _prefix(names: Mapping[str, Tensor]) -> str:
+    marks = (f"{OUTPUT}_proj.weight", *(f"layers.0.{stem}_proj.weight" for stem in SUBLAYERS))
+    found = sorted({name.removesuffix(mark) for name in names for mark in marks if name.endswith(mark)})
+    if len(found) != 1:
+        raise ValueError(f"prefix: found {found or 'no Attention Residuals parameters'}, expected one; name it")
+    return found[0]
+
+
+@torch.no_grad()
+def load_kimi_k3(module: AttnRes, state_dict: Mapping[str, Tensor], prefix: str | None = None) -> AttnRes:
+    """Copy `…_res_proj.weight` `[1, d]` into the queries and `…_res_norm.weight` `[d]` into the key weights.
+
+    Args:
+        module: its span says which layers are read.
+        state_dict: parameters by Kimi K3's names; others are ignored.
+        prefix: what stands before `layers.0.` and `output_attn_res_proj`, such as `model.`; None finds it.
+
+    Returns:
+        The module.
+
+    Raises:
+        ValueError: a parameter is missing or has another shape; nothing is changed then.
+    """
+    prefix = _prefix(state_dict) if prefix is None else prefix
+    stems = _stems(module)
+    wanted = {f"{prefix}{s}_{part}.weight": shape for s in stems for part, shape in _shapes(module.d).items()}
+    if missing := [name for name in wanted if name not in state_dict]:
+        raise ValueError(f"state_dict: found no {', '.join(missing[:4])} ({len(missing)} missing)")
+    for name, shape in wanted.items():
+        if tuple(state_dict[name].shape) != shape:
+            raise ValueError(f"state_dict[{name!r}]: found {tuple(state_dict[name].shape)}, expected {shape}")
+    for row, stem in enumerate(stems):
+        module.query[row].copy_(state_dict[f"{prefix}{stem}_proj.weight"][0])
+        module.key_weight[row].copy_(state_dict[f"{prefix}{stem}_norm.weight"])
+    return module
+
+
+def _shapes(d: int) -> dict[str, tuple[int, ...]]:
+    return {"proj": (1, d), "norm": (d,)}
+
+
+def kimi_k3_state_dict(module: AttnRes, prefix: str = "model.") -> dict[str, Tensor]:
+    """The module's parameters by Kimi K3's names and shapes.
+
+    Raises:
+        ValueError: a block boundary inside a decoder layer, which Kimi K3 cannot express.
+    """
+    for start in module.schedule.starts[1:]:
+        layers_from_sublayers(start)
+    result = {}
+    for row, stem in enumerate(_stems(module)):
+        result[f"{prefix}{stem}_proj.weight"] = module.query[row].detach()[None].clone()
+        result[f"{prefix}{stem}_norm.weight"] = module.key_weight[row].detach().clone()
+    return result
