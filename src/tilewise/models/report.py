@@ -20,7 +20,7 @@ class Patched:
         path: the module's name in the model, as ``named_modules`` gives it.
         cls: the class it had.
         mechanism: what its scores depend on.
-        implementation: what runs it now (``triton``, ``blocked``, ``reference``); ``transformers`` if it was left alone.
+        implementation: what runs it now (``triton``, ``blocked``, ``reference``), or ``transformers`` if left alone.
         reasons: why no faster implementation runs it, or why it was left alone.
     """
 

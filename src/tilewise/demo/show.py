@@ -1,0 +1,143 @@
+"""The demo on a terminal: live progress, the table, and the words around it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.spinner import Spinner
+from rich.table import Table
+
+from .. import __version__
+from ..info import environment
+from .experiment import TOLERANCE, Experiment, run
+from .model import PREFIX, load_tokenizer
+from .plot import plot
+
+__all__ = ["SAMPLE", "demo", "tokens_of"]
+
+SAMPLE = Path(__file__).with_name("opticks-book-3.txt")
+"""The text that comes with the package."""
+
+_SHORTEST = 64
+
+
+def tokens_of(path: Path, lengths: tuple[int, ...]) -> tuple[list[int], tuple[int, ...]]:
+    """The file's tokens, with the model's prefix in front, and the lengths that they suffice for.
+
+    Where the text is shorter than the longest length, its own length takes the place of those beyond.
+
+    Raises:
+        ValueError: the file is not UTF-8 text, or has fewer than 64 tokens.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"{path} is not UTF-8 text ({error.reason} at byte {error.start}); expected a text file"
+        ) from None
+    ids = load_tokenizer().encode(PREFIX + text).ids
+    if len(ids) < _SHORTEST:
+        raise ValueError(f"{path} has {len(ids)} tokens; expected at least {_SHORTEST}")
+    within = tuple(n for n in lengths if n <= len(ids))
+    return ids, within if len(within) == len(lengths) else (*within, len(ids))
+
+
+def demo(
+    file: Path, lengths: tuple[int, ...], *, new_tokens: int, impl: str, budget: float, picture: Path | None
+) -> Experiment:
+    """Run the comparison and show it; the experiment has `environment` filled for ``--json``."""
+    console = Console()
+    ids, lengths = tokens_of(file, lengths)
+    machine = environment()
+    cpu = machine["devices"][0]
+    console.print(
+        f"A trained T5 (8 + 8 layers, 6 heads, 77 M parameters, fp32) reads the first tokens of [b]{file.name}[/b] "
+        f"({len(ids):,} tokens) and writes a title: as transformers {machine['versions']['transformers']} runs it, and "
+        f"after [b]tilewise.patch(model)[/b] (tilewise {__version__}).\n{cpu['name']}, {cpu['threads']} threads, "
+        f"torch {machine['versions']['torch']}.",
+        highlight=False,
+    )
+    live = Live(console=console, refresh_per_second=8)
+    spinner = Spinner("dots")
+
+    def progress(experiment: Experiment, doing: str) -> None:
+        if doing and not console.is_terminal:
+            console.print(f"… {doing}", highlight=False)
+        spinner.update(text=doing)
+        live.update(Group(_table(experiment), spinner) if doing else _table(experiment))
+
+    with live:
+        experiment = run(ids, lengths, new_tokens=new_tokens, impl=impl, budget=budget, progress=progress)
+        live.update(_table(experiment))
+    experiment.environment = {"document": file.name, "document_tokens": len(ids), **machine, **experiment.environment}
+    _conclude(console, experiment)
+    if picture is not None:
+        plot(experiment, picture)
+        console.print(f"Picture: {picture}", highlight=False)
+    return experiment
+
+
+def _table(experiment: Experiment) -> Table:
+    table = Table()
+    for name in (
+        "tokens",
+        "transformers",
+        "tilewise",
+        "faster",
+        "transformers",
+        "tilewise",
+        "smaller",
+        "encoder differs by",
+        "same tokens",
+    ):
+        table.add_column(name, justify="right")
+    for n in sorted({row.n for row in experiment.rows}):
+        ours, theirs = experiment.row(n, "tilewise"), experiment.row(n, "transformers")
+        both = ours and theirs and ours.seconds and theirs.seconds
+        agreed = both and ours.max_abs_diff is not None
+        table.add_row(
+            f"{n:,}",
+            _cell(theirs, "seconds", "{:.2f} s"),
+            _cell(ours, "seconds", "{:.2f} s"),
+            f"{theirs.seconds / ours.seconds:.1f} ×" if both else "",
+            _cell(theirs, "peak_mib", "{:,.0f} MiB"),
+            _cell(ours, "peak_mib", "{:,.0f} MiB"),
+            f"{theirs.peak_mib / max(ours.peak_mib, 1):.0f} ×" if both else "",
+            f"{ours.max_abs_diff:.1e}" if agreed else "",
+            ("yes" if ours.tokens_equal else "[red]NO[/red]") if agreed else "",
+        )
+    return table
+
+
+def _cell(row, name: str, form: str) -> str:
+    if row is None:
+        return ""
+    value = getattr(row, name)
+    return "—" if value is None else form.format(value)
+
+
+def _conclude(console: Console, experiment: Experiment) -> None:
+    tokenizer = load_tokenizer()
+    for row in experiment.rows:
+        if row.note:
+            console.print(f"{row.system} at {row.n:,} tokens: {row.note}", highlight=False)
+    last = max((row for row in experiment.rows if row.tokens), key=lambda row: row.n, default=None)
+    if last is not None:
+        console.print(f"Title at {last.n:,} tokens: “{tokenizer.decode(last.tokens)}”", highlight=False, markup=False)
+    workers = experiment.environment["workers"]
+    console.print(
+        f"Time: encoding and generating greedily. Memory: {workers['tilewise']['memory_method']}. transformers ran its "
+        f"attention implementation “{workers['transformers']['attention']}”.",
+        highlight=False,
+        style="dim",
+    )
+    if experiment.exact:
+        console.print(
+            f"[b green]Exact[/b green]: the encoder's output within {TOLERANCE:g} of transformers', the same tokens, "
+            "wherever both ran.",
+            highlight=False,
+        )
+    else:
+        console.print("[b red]Not exact[/b red]: see the table and the notes above.", highlight=False)
