@@ -1,0 +1,301 @@
+"""Runs the cells of a set: processes that crash alone, limits, progress, and results kept after every cell.
+
+A system that compiles gets a process for each case, any other one process; all start together and compile side by
+side. A file lock then lets one process at a time have the device. On a GPU an oracle process works out the truths
+meanwhile; elsewhere processes follow one another, and the first that needs a truth works it out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from . import records as store
+from .cells import Cell
+from .sets import SETS
+from .timing import Plan
+from .worker import blank
+
+__all__ = ["Limits", "Outcome", "estimate", "run", "select"]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Seconds: one cell's measurement, one cell's compilation, a process's start, and the whole run (None: none)."""
+
+    measure: float = 60.0
+    compile: float = 180.0
+    start: float = 120.0
+    total: float | None = None
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a run did: records written, and keys that the time limit left unmeasured."""
+
+    records: list[dict]
+    missing: list[tuple]
+
+
+def select(
+    set_name: str, device: str, *, cases: Sequence[str] | None = None, lengths: Sequence[int] | None = None,
+    passes: Sequence[str] = ("fwd", "bwd"), systems: Sequence[str] | None = None, dtype: str | None = None,
+    heads: int | None = None, head_dim: int | None = None, tokens: int | None = None,
+) -> list[Cell]:  # fmt: skip
+    """The cells that the arguments name; None means the set's defaults for the device.
+
+    Raises:
+        ValueError: an unknown name, or nothing left that the device can run.
+    """
+    if set_name not in SETS:
+        raise ValueError(f"set is {set_name!r}; expected {' or '.join(map(repr, SETS))}")
+    bench = SETS[set_name]
+    default = bench.defaults(device)
+    for what, found, known in (
+        ("case", cases, bench.cases),
+        ("system", systems, bench.systems),
+        ("pass", passes, ("fwd", "bwd")),
+    ):
+        for name in found or ():
+            if name not in known:
+                raise ValueError(f"{what} is {name!r}; expected one of {', '.join(known)}")
+    fixed = {
+        "dtype": dtype or default["dtype"],
+        "heads": heads or default["heads"],
+        "head_dim": head_dim or default["head_dim"],
+        "tokens": tokens or default["tokens"],
+    }
+    for n in lengths or ():
+        if not 2 <= n <= fixed["tokens"]:
+            raise ValueError(f"length is {n}; expected 2 to tokens = {fixed['tokens']}")
+    cells = [
+        Cell(set_name, case, n, system, **fixed, passes=tuple(passes), device=device)
+        for system in systems or bench.default_systems(device)
+        for case in cases or bench.cases
+        if bench.supports(case, system, device)
+        for n in sorted(lengths or default["lengths"])
+    ]
+    if not cells:
+        raise ValueError(f"no system of the set runs these cases on {device}")
+    return cells
+
+
+def estimate(cells: Sequence[Cell], plan: Plan) -> float:
+    """Seconds that a run will take, roughly: measured costs of one machine with 16 cores and an H200."""
+    groups = _groups(cells)
+    compiling = [len(g) * (12.0 if g[0].system == "compile" else 7.0) for g in groups if _compiles(g[0])]
+    measuring = sum(0.5 + len(c.passes) * plan.rounds * 2 * plan.round_ms / 2e3 for c in cells)
+    start = 12.0 if cells[0].device == "cuda" else 6.0 * len(groups)
+    return start + max(compiling, default=0.0) + measuring
+
+
+def _compiles(cell: Cell) -> bool:
+    return cell.device == "cuda" and SETS[cell.set].compiles(cell.system)
+
+
+def _groups(cells: Sequence[Cell]) -> list[list[Cell]]:
+    groups: dict[tuple, list[Cell]] = {}
+    for cell in cells:
+        groups.setdefault((cell.system, cell.case if _compiles(cell) else None), []).append(cell)
+    # Slow compilers first, and within a process short lengths first.
+    ordered = sorted(groups.values(), key=lambda g: (not _compiles(g[0]), g[0].system != "compile"))
+    return [sorted(g, key=lambda c: c.n) for g in ordered]
+
+
+@dataclass
+class _Process:
+    kind: str
+    cells: list[Cell]
+    handle: subprocess.Popen
+    errors: Path
+    state: str = "start"
+    cell: Cell | None = None
+    since: float = field(default_factory=time.monotonic)
+    killed: str | None = None
+
+    def enter(self, state: str, cell: Cell | None = None) -> None:
+        self.state, self.cell, self.since = state, cell, time.monotonic()
+
+    def kill(self, why: str) -> None:
+        self.killed = why
+        # The process leads its own group: compilers that it started go with it.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.handle.pid, signal.SIGKILL)
+
+    def last_words(self) -> str:
+        lines = [line for line in self.errors.read_text(errors="replace").splitlines() if line.strip()]
+        return lines[-1][:300] if lines else ""
+
+
+class _Run:
+    def __init__(self, cells: Sequence[Cell], path: Path, plan: Plan, limits: Limits, say: Callable[[str], None]):
+        self.path, self.plan, self.limits, self.say = path, plan, limits, say
+        self.device = cells[0].device
+        self.bench = SETS[cells[0].set]
+        self.id = uuid.uuid4().hex[:8]
+        self.began = time.monotonic()
+        self.left = {key for cell in cells for key in cell.keys()}
+        self.events: queue.Queue = queue.Queue()
+        self.folder = Path(tempfile.mkdtemp(prefix="tilewise-bench-"))
+        self.alive: list[_Process] = []
+        # On the CPU a neighbour that merely starts would disturb the timing.
+        self.width = len(cells) + 1 if self.device == "cuda" else 1
+        self.waiting = [("cells", group) for group in _groups(cells)]
+        if self.device == "cuda":
+            truths = {cell.truth_name(): cell for cell in cells}
+            self.waiting.insert(0, ("truth", sorted(truths.values(), key=lambda c: c.n)))
+        options = {"plan": asdict(plan), "flush_mib": 256 if self.device == "cuda" else 32}
+        environment = store.environment(self.id, self.bench.name, self.device, self.bench.packages(), options)
+        self.fresh = [environment]
+
+    def start(self, kind: str, cells: list[Cell]) -> None:
+        number = uuid.uuid4().hex[:8]
+        job, errors = self.folder / f"{number}.json", self.folder / f"{number}.err"
+        job.write_text(
+            json.dumps(
+                {
+                    "kind": kind, "cells": [c.to_json() for c in cells], "plan": asdict(self.plan),
+                    "lock": str(self.folder / "lock"), "truths": str(self.folder),
+                }
+            )
+        )  # fmt: skip
+        environment = dict(os.environ, PYTHONUNBUFFERED="1")
+        # Every process compiles at once: a pool of compilers in each would only compete.
+        environment.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+        with errors.open("w") as stderr:
+            handle = subprocess.Popen(
+                [sys.executable, "-m", "tilewise.bench.worker", str(job)],
+                stdout=subprocess.PIPE, stderr=stderr, text=True, env=environment, start_new_session=True,
+            )  # fmt: skip
+        process = _Process(kind, cells, handle, errors)
+        self.alive.append(process)
+        threading.Thread(target=self._listen, args=(process,), daemon=True).start()
+
+    def _listen(self, process: _Process) -> None:
+        for line in process.handle.stdout:
+            self.events.put((process, json.loads(line)))
+        process.handle.wait()
+        self.events.put((process, {"event": "end"}))
+
+    def loop(self) -> None:
+        while self.alive or self.waiting:
+            while self.waiting and len(self.alive) < self.width:
+                self.start(*self.waiting.pop(0))
+            try:
+                process, event = self.events.get(timeout=0.5)
+            except queue.Empty:
+                pass
+            else:
+                self.handle(process, event)
+            self.enforce()
+            if self.limits.total is not None and time.monotonic() - self.began > self.limits.total:
+                self.say(f"time limit of {self.limits.total:.0f} s reached")
+                return
+
+    def handle(self, process: _Process, event: dict) -> None:
+        match event["event"]:
+            case "compile" | "measure" as state:
+                process.enter(state, Cell.from_json(event["cell"]))
+            case "wait":
+                process.enter("wait")
+            case "record":
+                self.keep(event["record"])
+            case "broken":
+                process.killed = event["error"]
+            case "end":
+                self.alive.remove(process)
+                self.bury(process)
+
+    def enforce(self) -> None:
+        allowed = {"start": self.limits.start, "compile": self.limits.compile, "measure": self.limits.measure}
+        for process in self.alive:
+            limit = allowed.get(process.state)
+            if limit is not None and process.killed is None and time.monotonic() - process.since > limit:
+                process.kill(f"stopped after {limit:.0f} s ({process.state})")
+
+    def bury(self, process: _Process) -> None:
+        """Record why a process died, and start another for the cells that it leaves."""
+        status = process.handle.returncode
+        if process.kind == "truth":
+            if status != 0:
+                self.say(f"oracle process: {process.killed or process.last_words()}")
+            return
+        rest = [c for c in process.cells if any(k in self.left for k in c.keys())]
+        if not rest:
+            return
+        why = process.killed or f"exit status {status}: {process.last_words()}"
+        lost = rest if process.cell is None else [process.cell]
+        for cell in lost:
+            for pass_, key in zip(cell.passes, cell.keys(), strict=True):
+                if key in self.left:
+                    self.keep(blank(self.bench, cell, pass_, why))
+        rest = [c for c in rest if c not in lost]
+        if rest:
+            self.waiting.append(("cells", rest))
+
+    def keep(self, record: dict) -> None:
+        record = {**record, "run": self.id}
+        self.left.discard(store.key(record))
+        self.fresh.append(record)
+        store.save(self.path, store.merge(store.load(self.path), self.fresh))
+        self.say(f"[{time.monotonic() - self.began:4.0f} s] {describe(record)}  ({len(self.left)} left)")
+
+    def close(self) -> None:
+        for process in self.alive:
+            process.kill("the run ended")
+            process.handle.wait()
+        for path in self.folder.iterdir():
+            path.unlink()
+        self.folder.rmdir()
+
+
+def describe(record: dict) -> str:
+    """One line about a record."""
+    head = f"{record['case']:<15}{record['n']:>6} {record['pass']} {record['system']:<19}"
+    if not record["ok"]:
+        return f"{head} no result: {record['error']}"
+    peak = "" if record["peak_mib"] is None else f"{record['peak_mib']:9.0f} MiB"
+    speed = f"{record['ms']:9.3f} ms {record['tflops']:7.1f} TFLOP/s"
+    return f"{head} {speed}  {record['ratio_to_baseline']:.2f} of {record['baseline']}{peak}"
+
+
+def run(
+    cells: Sequence[Cell], path: str | Path, *, plan: Plan, limits: Limits, again: bool = False,
+    say: Callable[[str], None] = print,
+) -> Outcome:  # fmt: skip
+    """Measure cells and keep their records in the file at `path`, which may hold others already.
+
+    Args:
+        cells: from :func:`select`.
+        path: JSON list of records; rewritten after each record.
+        plan: how many samples.
+        limits: seconds.
+        again: measure cells of which the file has records.
+        say: gets each line of progress.
+    """
+    path = Path(path)
+    known = set() if again else {store.key(r) for r in store.load(path) if r.get("record") == "cell"}
+    todo = [c for c in cells if any(k not in known for k in c.keys())]
+    if len(todo) < len(cells):
+        say(f"{len(cells) - len(todo)} of {len(cells)} cells are in {path} already")
+    if not todo:
+        return Outcome([], [])
+    say(f"{len(todo)} cells, about {estimate(todo, plan):.0f} s")
+    state = _Run(todo, path, plan, limits, say)
+    try:
+        state.loop()
+    finally:
+        state.close()
+    return Outcome(state.fresh[1:], sorted(state.left, key=str))
