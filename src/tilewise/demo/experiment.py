@@ -25,6 +25,8 @@ TOLERANCE = 1e-4
 """How far the encoder's output, in fp32, may be from transformers'."""
 
 _HEADS = 6
+_QUADRATIC = 2048
+"""From here on attention is most of the work, so that the time at one length foretells the next."""
 
 
 @dataclass
@@ -139,7 +141,12 @@ def _hindrance(experiment: Experiment, n: int, left: float, worker: _Worker) -> 
     if need > 0.9 * free:
         return f"not run: needs {need:.1f} GiB, {free:.1f} GiB available"
     done = [row for row in experiment.rows if row.system == "transformers" and row.seconds is not None]
-    if done and (expected := done[-1].seconds * (n / done[-1].n) ** 2) > left:
+    if done and done[-1].n >= _QUADRATIC:
+        ratio, before = n / done[-1].n, done[-1]
+        expected = before.encode_seconds * ratio**2 + (before.seconds - before.encode_seconds) * ratio
+    else:
+        expected = 0.0
+    if expected > left:
         return f"not run: about {expected:.0f} s expected, {max(left, 0):.0f} s left of the time budget"
     return ""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from rich import box
 from rich.console import Console, Group
 from rich.live import Live
 from rich.spinner import Spinner
@@ -11,7 +12,7 @@ from rich.table import Table
 
 from .. import __version__
 from ..info import environment
-from .experiment import TOLERANCE, Experiment, run
+from .experiment import TOLERANCE, Experiment, Row, run
 from .model import PREFIX, load_tokenizer
 from .plot import plot
 
@@ -59,18 +60,23 @@ def demo(
         f"torch {machine['versions']['torch']}.",
         highlight=False,
     )
-    live = Live(console=console, refresh_per_second=8)
-    spinner = Spinner("dots")
+    if console.is_terminal:
+        spinner = Spinner("dots")
+        with Live(console=console, refresh_per_second=8) as live:
 
-    def progress(experiment: Experiment, doing: str) -> None:
-        if doing and not console.is_terminal:
-            console.print(f"… {doing}", highlight=False)
-        spinner.update(text=doing)
-        live.update(Group(_table(experiment), spinner) if doing else _table(experiment))
+            def progress(experiment: Experiment, doing: str) -> None:
+                spinner.update(text=doing)
+                live.update(Group(_table(experiment), spinner) if doing else _table(experiment))
 
-    with live:
+            experiment = run(ids, lengths, new_tokens=new_tokens, impl=impl, budget=budget, progress=progress)
+    else:
+
+        def progress(experiment: Experiment, doing: str) -> None:
+            if doing:
+                console.print(f"… {doing}", highlight=False)
+
         experiment = run(ids, lengths, new_tokens=new_tokens, impl=impl, budget=budget, progress=progress)
-        live.update(_table(experiment))
+        console.print(_table(experiment))
     experiment.environment = {"document": file.name, "document_tokens": len(ids), **machine, **experiment.environment}
     _conclude(console, experiment)
     if picture is not None:
@@ -80,42 +86,37 @@ def demo(
 
 
 def _table(experiment: Experiment) -> Table:
-    table = Table()
-    for name in (
-        "tokens",
-        "transformers",
-        "tilewise",
-        "faster",
-        "transformers",
-        "tilewise",
-        "smaller",
-        "encoder differs by",
-        "same tokens",
-    ):
-        table.add_column(name, justify="right")
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    columns = ("tokens", "system", "seconds", "peak MiB", "faster", "smaller", "encoder\ndiffers by", "same\ntokens")
+    for name in columns:
+        table.add_column(name, justify="left" if name == "system" else "right", no_wrap=True)
     for n in sorted({row.n for row in experiment.rows}):
-        ours, theirs = experiment.row(n, "tilewise"), experiment.row(n, "transformers")
-        both = ours and theirs and ours.seconds and theirs.seconds
-        agreed = both and ours.max_abs_diff is not None
-        table.add_row(
-            f"{n:,}",
-            _cell(theirs, "seconds", "{:.2f} s"),
-            _cell(ours, "seconds", "{:.2f} s"),
-            f"{theirs.seconds / ours.seconds:.1f} ×" if both else "",
-            _cell(theirs, "peak_mib", "{:,.0f} MiB"),
-            _cell(ours, "peak_mib", "{:,.0f} MiB"),
-            f"{theirs.peak_mib / max(ours.peak_mib, 1):.0f} ×" if both else "",
-            f"{ours.max_abs_diff:.1e}" if agreed else "",
-            ("yes" if ours.tokens_equal else "[red]NO[/red]") if agreed else "",
-        )
+        theirs, ours = experiment.row(n, "transformers"), experiment.row(n, "tilewise")
+        if theirs is not None:
+            table.add_row(f"{n:,}", theirs.system, *_measured(theirs))
+        if ours is None:
+            continue
+        number = f"{n:,}" if theirs is None else ""
+        if theirs is None or ours.max_abs_diff is None:
+            table.add_row(number, f"[b]{ours.system}[/b]", *_measured(ours))
+        else:
+            table.add_row(
+                number,
+                f"[b]{ours.system}[/b]",
+                *_measured(ours),
+                f"{theirs.seconds / ours.seconds:.1f} ×",
+                # Below a mebibyte both are noise of the allocator.
+                f"{theirs.peak_mib / max(ours.peak_mib, 1):.0f} ×",
+                f"{ours.max_abs_diff:.1e}",
+                "yes" if ours.tokens_equal else "[red]NO[/red]",
+            )
     return table
 
 
-def _cell(row, name: str, form: str) -> str:
-    if row is None:
-        return ""
-    value = getattr(row, name)
-    return "—" if value is None else form.format(value)
+def _measured(row: Row) -> tuple[str, str]:
+    if row.seconds is None:
+        return "not run" if row.note.startswith("not run") else "failed", ""
+    return f"{row.seconds:.2f}", f"{row.peak_mib:,.0f}"
 
 
 def _conclude(console: Console, experiment: Experiment) -> None:
