@@ -1,0 +1,25 @@
+# make demo [FILE=text] and make test set up .venv by themselves. The first run downloads the locked packages.
+
+PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
+	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null && echo $$p && break; done)
+BIN := .venv/bin
+
+.PHONY: demo test lint setup clean
+
+demo: setup
+	$(BIN)/tilewise demo $(FILE) --plot out/demo.png --json out/demo.json
+
+# Two processes with one thread each: the tests are many and small.
+test: setup
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+setup:
+	@test -n "$(PYTHON)" || { echo "No Python 3.11, 3.12 or 3.13 was found. Name one: make PYTHON=/path/to/python3"; exit 2; }
+	@$(PYTHON) tools/setup_env.py
+
+clean:
+	rm -rf .venv out

@@ -1,0 +1,116 @@
+"""Set up .venv for this checkout: the locked packages, the right build of torch, the package itself (editable).
+
+Runs again in a moment when nothing changed. Needs Python 3.11 to 3.13 and its own standard library, nothing else.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+import subprocess
+import sys
+import venv
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+VENV = ROOT / ".venv"
+LOCK = ROOT / "constraints.txt"
+STAMP = VENV / "tilewise-ready"
+UV = "uv==0.13.9"
+
+
+def main() -> None:
+    if not (3, 11) <= sys.version_info[:2] <= (3, 13):
+        found = ".".join(map(str, sys.version_info[:3]))
+        sys.exit(
+            f"Python is {found} ({sys.executable}); expected 3.11, 3.12 or 3.13. Choose one: make PYTHON=python3.12"
+        )
+    fingerprint = current_fingerprint()
+    if STAMP.is_file() and STAMP.read_text() == fingerprint:
+        return
+    python = environment_python()
+    if not python.exists():
+        say("making a virtual environment in .venv")
+        create()
+    install_torch(python)
+    say("installing the locked packages")
+    pip(python, "install", "--no-deps", "-r", LOCK)
+    say("installing tilewise from this checkout")
+    pip(python, "install", "--no-deps", "--no-build-isolation", "-e", ROOT)
+    pip(python, "check")
+    STAMP.write_text(fingerprint)
+    say("ready")
+
+
+def current_fingerprint() -> str:
+    """Changes when the lock, the package's metadata, this program or the interpreter does."""
+    parts = [LOCK.read_bytes(), (ROOT / "pyproject.toml").read_bytes(), Path(__file__).read_bytes()]
+    return hashlib.sha256(b"\0".join([*parts, sys.version.encode(), str(ROOT).encode()])).hexdigest()
+
+
+def environment_python() -> Path:
+    return VENV / ("Scripts/python.exe" if sys.platform == "win32" else "bin/python")
+
+
+def create() -> None:
+    try:
+        venv.create(VENV, with_pip=True)
+    except subprocess.CalledProcessError:
+        sys.exit(
+            "Python could not make a virtual environment with pip: its venv module is incomplete. "
+            "On Debian and Ubuntu: apt install python3-venv"
+        )
+
+
+def install_torch(python: Path) -> None:
+    """The locked version: its CPU build on a Linux machine without an NVIDIA GPU, the usual build elsewhere."""
+    wanted = next(line for line in LOCK.read_text().splitlines() if line.startswith("torch=="))
+    if installed(python) == wanted:
+        return
+    if sys.platform != "linux" or has_gpu():
+        say(f"installing {wanted}")
+        pip(python, "install", "-c", LOCK, wanted)
+        return
+    say(f"installing {wanted}, CPU build")
+    if pip(python, "install", "-q", "-c", LOCK, f"{wanted}+cpu", check=False):
+        return
+    # pip's index has the CUDA build alone; uv knows where torch's other builds are.
+    say(f"pip is not configured with a CPU build; trying {UV}")
+    if pip(python, "install", "-q", UV, check=False) and run(
+        python, "-m", "uv", "pip", "install", "--python", python, "--torch-backend=cpu", "-c", LOCK, wanted, check=False
+    ):
+        return
+    say("no CPU build was found: installing the usual one, several gigabytes with its CUDA libraries")
+    pip(python, "install", "-c", LOCK, wanted)
+
+
+def installed(python: Path) -> str | None:
+    """torch as the lock writes it, without the name of its build; None if it is not there."""
+    code = "from importlib.metadata import version; print(version('torch').split('+')[0])"
+    found = subprocess.run([python, "-c", code], capture_output=True, text=True)
+    return f"torch=={found.stdout.strip()}" if found.returncode == 0 else None
+
+
+def has_gpu() -> bool:
+    tool = shutil.which("nvidia-smi")
+    return tool is not None and subprocess.run([tool], capture_output=True).returncode == 0
+
+
+def pip(python: Path, *arguments: str | Path, check: bool = True) -> bool:
+    return run(python, "-m", "pip", *arguments, "--disable-pip-version-check", check=check)
+
+
+def run(*command: str | Path, check: bool = True) -> bool:
+    """Whether it succeeded. Where it had to (`check`), failure ends this program."""
+    code = subprocess.run(list(map(str, command))).returncode
+    if check and code:
+        sys.exit(f"set-up failed (status {code}) at: {' '.join(map(str, command))}")
+    return code == 0
+
+
+def say(text: str) -> None:
+    print(f"set-up: {text}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
