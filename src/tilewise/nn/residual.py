@@ -163,8 +163,12 @@ class AttnRes(nn.Module):
         """The parameters with the constants of the reads, as the functions of `tilewise.depth.stream` take them."""
         return Reads(self.query, self.key_weight, *self.span, self.eps, self.output_eps, self.impl)
 
-    def forward(self, embedding: Tensor | State) -> Stream:
-        """A stream for one forward pass, from the embedding `[..., d]` or from the state of an earlier stage.
+    def forward(self, embedding: Tensor | State, position: int | None = None) -> Stream:
+        """A stream for one forward pass, from the embedding `[..., d]` or from the state that another stream left.
+
+        Args:
+            embedding: `[..., d]`, or `stream.state`.
+            position: the sublayer to be read next; None means the first of the span.
 
         Raises:
             ValueError: a width other than d.
@@ -172,7 +176,7 @@ class AttnRes(nn.Module):
         state = embedding if isinstance(embedding, tuple) else functional.begin(embedding)
         if state.sources[0].shape[-1] != self.d:
             raise ValueError(f"embedding: found width {state.sources[0].shape[-1]}, expected {self.d}")
-        return Stream(self.schedule, self.reads(), state)
+        return Stream(self.schedule, self.reads(), state, position)
 
     def reset_parameters(self) -> None:
         """Queries to zero, key weights to one: every read is a mean."""
