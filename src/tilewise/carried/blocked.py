@@ -23,6 +23,7 @@ class Options(NamedTuple):
         dropout_p: probability of dropping an entry of P.
         tile: side of a packed tile.
         uniform: whether all layers see the same keys.
+        back: see :class:`tilewise.carried.layout.TileLayout`.
         rounded: for each summed layer, whether its accumulated scores pass through `carry_dtype`.
         carry_dtype: dtype of the stored scores.
     """
@@ -33,6 +34,7 @@ class Options(NamedTuple):
     dropout_p: float
     tile: int
     uniform: bool
+    back: int
     rounded: Sequence[bool]
     carry_dtype: torch.dtype
 

@@ -16,9 +16,11 @@ class LayerTiles:
 
     Attributes:
         lo, hi: int32 [1 or B, Tq]: row i of sequence b sees the keys lo ≤ j < hi; lo = hi = 0 for a row that sees none.
-        rows: int32 [7, ⌈Tq/tile⌉], per tile row m: ``base`` (tile (m, n) is packed at base + n), then first and end
-            (exclusive) of the tiles n that are live in this layer, in the layer before, and in the layer after.
-        columns: int32 [2, ⌈Tk/tile⌉]: first and end of the tile rows that may see tile column n.
+        rows: int32 [9, ⌈Tq/tile⌉], per tile row m: ``base`` (tile (m, n) is packed at base + n), then first and end
+            (exclusive) of the tiles n that are live in this layer, in the one before, in the one after, and of those
+            of which this layer sees every element.
+        columns: int32 [4, ⌈Tk/tile⌉]: first and end of the tile rows that may see tile column n, and of an unbroken run
+            of rows that see all of it.
     """
 
     def __init__(self, lo: Tensor, hi: Tensor, rows: Tensor, columns: Tensor) -> None:
@@ -29,7 +31,13 @@ class TileLayout:
     """The packed live tiles of a block, the same for Z and E and for forward and backward.
 
     Tile (m, n) holds query rows m·tile … and keys n·tile …; it is live if some layer sees one of its elements in some
-    sequence of the batch. Live tiles of one head are packed row by row: a buffer is [B, H, total, tile, tile].
+    sequence of the batch. Live tiles of one head are packed row by row, and one slot more takes what kernels write for
+    dead tiles: a buffer is [B, H, total + 1, tile, tile].
+
+    Attributes:
+        total: live tiles of a head (an upper bound where queries and keys differ in number).
+        back: if not −1, every tile row m holds the tiles m − back … m as far as they exist, so that a kernel can
+            compute where a row starts instead of reading it.
 
     Args:
         config: the block's options.
@@ -60,45 +68,53 @@ class TileLayout:
         self.offset = Tk - Tq if offset is None else offset
         self.uniform = config.uniform
         kinds = [config.window(i) for i in range(config.layers)]
-        seen, spans = {}, {}
+        seen, spans, wholes = {}, {}, {}
         for i, kind in enumerate(kinds):
             if kind not in seen:
                 seen[kind] = _intervals(config.mask(i, mask), Tq, Tk, self.offset, device)
                 spans[kind] = _tiles(*seen[kind], self.tile)
+                wholes[kind] = _whole(*seen[kind], self.tile)
 
         first, end = spans[kinds[0]]
         for kind in list(spans)[1:]:
             first, end = _hull(first, end, *spans[kind])
         counts = end - first
         base = counts.cumsum(0) - counts - first
-        self.total = self._total(config, mask, counts)
+        self.total, self.back = self._count(config, mask, counts)
         self.layers: list[LayerTiles] = []
-        columns = {kind: _columns(*span, (Tk + self.tile - 1) // self.tile) for kind, span in spans.items()}
+        count = (Tk + self.tile - 1) // self.tile
+        columns = {kind: _columns(*spans[kind], *wholes[kind], count) for kind in spans}
         for i, kind in enumerate(kinds):
             before, after = kinds[max(i - 1, 0)], kinds[min(i + 1, config.layers - 1)]
-            rows = torch.stack((base, *spans[kind], *spans[before], *spans[after])).to(torch.int32)
+            rows = torch.stack((base, *spans[kind], *spans[before], *spans[after], *wholes[kind])).to(torch.int32)
             self.layers.append(LayerTiles(*seen[kind], rows, columns[kind]))
 
-    def _total(self, config: CarriedConfig, mask: Mask | None, counts: Tensor) -> int:
-        """Live tiles a head; known without reading the device for causality and windows alone."""
+    @property
+    def slots(self) -> int:
+        """Tiles of one head in a buffer: the live ones and one that nothing reads."""
+        return self.total + 1
+
+    def _count(self, config: CarriedConfig, mask: Mask | None, counts: Tensor) -> tuple[int, int]:
+        """Live tiles a head, known without reading the device for causality and windows alone; and `back`."""
         if mask is not None and (mask.bounds is not None or mask.left != UNBOUNDED or mask.right != UNBOUNDED):
-            return int(counts.sum())
+            return int(counts.sum()), -1
         rows, columns = (self.Tq + self.tile - 1) // self.tile, (self.Tk + self.tile - 1) // self.tile
         windows = [config.window(i) for i in range(config.layers)]
         back = columns if None in windows else -(-(max(windows) - 1) // self.tile)
-        if config.causal and self.Tq == self.Tk and self.offset == 0:
+        if self.Tq == self.Tk and self.offset == 0:
             ramp = torch.sym_min(rows, back + 1)
-            return ramp * (ramp + 1) // 2 + (rows - ramp) * (back + 1)
+            below = ramp * (ramp - 1) // 2 + (rows - ramp) * back
+            return rows + below * (1 if config.causal else 2), ramp - 1 if config.causal else -1
         # Queries that start anywhere: a bound, at most two tiles a row above the count.
-        return rows * torch.sym_min(columns, back + 2 if config.causal else 2 * back + 2)
+        return rows * torch.sym_min(columns, back + 2 if config.causal else 2 * back + 2), -1
 
     def buffer(self, B: int, H: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """An uninitialised packed buffer [B, H, total, tile, tile]."""
-        return torch.empty(B, H, self.total, self.tile, self.tile, dtype=dtype, device=device)
+        """An uninitialised packed buffer [B, H, total + 1, tile, tile]."""
+        return torch.empty(B, H, self.slots, self.tile, self.tile, dtype=dtype, device=device)
 
     def nbytes(self, B: int, H: int, itemsize: int = 2) -> int:
         """Bytes of one packed buffer."""
-        return B * H * self.total * self.tile**2 * itemsize
+        return B * H * self.slots * self.tile**2 * itemsize
 
 
 def _intervals(mask: Mask, Tq: int, Tk: int, offset: int, device: torch.device | str) -> tuple[Tensor, Tensor]:
@@ -122,17 +138,35 @@ def _tiles(lo: Tensor, hi: Tensor, tile: int) -> tuple[Tensor, Tensor]:
     return torch.where(end > 0, first, 0), end
 
 
+def _whole(lo: Tensor, hi: Tensor, tile: int) -> tuple[Tensor, Tensor]:
+    """First and end of the tiles of which every row sees every key, in every sequence; first = end where none."""
+    T = lo.shape[1]
+    pad = (T + tile - 1) // tile * tile - T
+    lo = torch.nn.functional.pad(lo.amax(0), (0, pad)).view(-1, tile).amax(1)
+    hi = torch.nn.functional.pad(hi.amin(0), (0, pad), value=UNBOUNDED).view(-1, tile).amin(1)
+    first = (lo + tile - 1) // tile
+    return first, torch.maximum(first, hi // tile)
+
+
 def _hull(first: Tensor, end: Tensor, other_first: Tensor, other_end: Tensor) -> tuple[Tensor, Tensor]:
     far = lambda f, e: torch.where(e > f, f, UNBOUNDED)  # noqa: E731
     joined = torch.maximum(end, other_end)
     return torch.where(joined > 0, torch.minimum(far(first, end), far(other_first, other_end)), 0), joined
 
 
-def _columns(first: Tensor, end: Tensor, count: int) -> Tensor:
+def _columns(first: Tensor, end: Tensor, whole_first: Tensor, whole_end: Tensor, count: int) -> Tensor:
     n = torch.arange(count, device=first.device)[:, None]
-    live = (first <= n) & (n < end)
     m = torch.arange(first.shape[0], device=first.device)
-    some = live.any(1)
-    start = torch.where(live, m, UNBOUNDED).amin(1)
-    stop = torch.where(live, m + 1, 0).amax(1)
-    return torch.stack((torch.where(some, start, 0), torch.where(some, stop, 0))).to(torch.int32)
+    start, stop = _run((first <= n) & (n < end), m)
+    whole = (whole_first <= n) & (n < whole_end)
+    run_start, _ = _run(whole, m)
+    # The first row after the run's start that does not see the whole tile ends the run.
+    broken = torch.where(~whole & (m >= run_start[:, None]), m, first.shape[0]).amin(1)
+    return torch.stack((start, stop, run_start, torch.where(whole.any(1), broken, run_start))).to(torch.int32)
+
+
+def _run(chosen: Tensor, m: Tensor) -> tuple[Tensor, Tensor]:
+    """First and end of the chosen rows of every column; 0, 0 where there is none."""
+    some = chosen.any(1)
+    start = torch.where(chosen, m, UNBOUNDED).amin(1)
+    return torch.where(some, start, 0), torch.where(chosen, m + 1, 0).amax(1)

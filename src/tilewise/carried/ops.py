@@ -15,7 +15,7 @@ from .blocked import Options
 __all__ = ["LayerCall", "attend"]
 
 _OPTIONS = (
-    "float scale, int divisor, float softcap, float dropout_p, int tile, bool uniform, bool[] rounded, "
+    "float scale, int divisor, float softcap, float dropout_p, int tile, bool uniform, int back, bool[] rounded, "
     "ScalarType carry_dtype, str impl"
 )
 _LIBRARY = torch.library.Library("tilewise", "FRAGMENT")

@@ -138,7 +138,7 @@ def carried_attention(
     O, token = attend(
         call, queries[first:], keys[first:], v, gains[-n:], centres[-n:], [x.lo for x in span],
         [x.hi for x in span], own.rows, own.columns, z_in, z_out, carry._token, sink, seed,
-        (B, H, layout.total, layout.tile, layout.tile),
+        (B, H, layout.slots, layout.tile, layout.tile),
     )  # fmt: skip
     if not last:
         plan, loose = carry.decision.plan, config.detach or carry.decision.plan == "mixed"
@@ -195,7 +195,7 @@ def _step(
     options = Options(
         scale=q.shape[-1] ** -0.5 if config.scale is None else config.scale, divisor=config.divisor(i),
         softcap=config.softcap or 0.0, dropout_p=config.dropout_p, tile=config.tile, uniform=layout.uniform,
-        rounded=rounded, carry_dtype=carry_dtype,
+        back=layout.back, rounded=rounded, carry_dtype=carry_dtype,
     )  # fmt: skip
     push = plan == "recompute" and not config.detach
     links = plan != "recompute" and not last and not config.detach
