@@ -124,7 +124,7 @@ def _scores_fake(sources, q, eps, impl):
 def _complete(update, prefix, q, eps, impl):
     b, s, r = backend(impl, update).complete(_flat(update), _flat(prefix), q, eps)
     tokens = update.shape[:-1]
-    return b.reshape(update.shape), s.reshape(-1, *tokens), r.reshape(tokens)
+    return b.reshape(update.shape), s.reshape(len(q), *tokens), r.reshape(tokens)
 
 
 def _complete_fake(update, prefix, q, eps, impl):
@@ -136,7 +136,7 @@ def _complete_fake(update, prefix, q, eps, impl):
 def _combine(sources, s, impl):
     o1, lse = backend(impl, sources[0]).combine(_flats(sources), s.flatten(2) if s.ndim > 2 else s[..., None])
     shape = sources[0].shape
-    return o1.reshape(-1, *shape), lse.reshape(-1, *shape[:-1])
+    return o1.reshape(len(s), *shape), lse.reshape(len(s), *shape[:-1])
 
 
 def _combine_fake(sources, s, impl):

@@ -1,5 +1,6 @@
 """The any-device path, its explicit backward, the contracts, and what a bad call says."""
 
+import depth_dense as dense
 import pytest
 import torch
 
@@ -92,13 +93,6 @@ def test_a_bank_is_a_list():
     assert bank.grad[3:].abs().max() == 0
 
 
-def dense_phase1(v, q, eps=1e-6):
-    """What PyTorch computes when everything is stacked and kept in the sources' dtype."""
-    v = torch.stack(v)
-    s = torch.einsum("ntd,sd->snt", torch.nn.functional.rms_norm(v, v.shape[-1:], None, eps), q.to(v.dtype))
-    return torch.einsum("snt,ntd->std", s.softmax(1), v), s.logsumexp(1)
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("correlation", [0.0, 0.99])
 @pytest.mark.parametrize("n", [2, 9, 29, 129])
@@ -116,7 +110,7 @@ def test_error_budget(dtype, correlation, n):
         grads = torch.autograd.grad((o1, lse), [*leaves, q], (do.to(dt), dlse.to(lse.dtype)))
         return [o1, lse, torch.stack(grads[:-1]), grads[-1]]
 
-    exact, low = run(R.phase1, F64, F64), run(dense_phase1, dtype, torch.float32)
+    exact, low = run(R.phase1, F64, F64), run(dense.phase1, dtype, torch.float32)
     got = run(lambda *a: depth.phase1(*a, impl="eager"), dtype, torch.float32)
     for name, *xs in zip(("o1", "lse", "dv", "dq"), got, low, exact, strict=True):
         assert_within_budget(name, *xs)

@@ -1,0 +1,221 @@
+"""Host side of the Triton kernels: the same functions as `eager`, on flat tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from tilewise.depth.triton import config
+from tilewise.depth.triton.launch_phase1 import combine, complete, phase1_bwd, scores
+from tilewise.depth.triton.merge import merge_bwd_kernel, merge_fwd_kernel
+from tilewise.depth.triton.onepass import mix_bwd_kernel, mix_fwd_kernel
+from tilewise.depth.triton.sources import named, row_stride, rows, table
+
+__all__ = ["combine", "complete", "mix_bwd", "mix_fwd", "phase1_bwd", "phase2_bwd", "phase2_fwd", "scores", "serve_"]
+
+GRADS = {torch.float16: triton.language.float16, torch.bfloat16: triton.language.bfloat16}
+
+
+class _Named(NamedTuple):
+    """Sources by name (`pointers`, `count` of them) or, if there are many, by the addresses in `table`."""
+
+    pointers: tuple[Tensor, ...]
+    table: Tensor
+    stride8: int
+    through: bool
+    count: int
+    keep: Sequence[Tensor]
+
+
+def _sources(sources: Sequence[Tensor], spare: Tensor) -> _Named:
+    if not sources:
+        return _Named((spare,), spare, 0, False, 0, ())
+    sources, stride8 = named(sources)
+    if len(sources) > config.UNROLLED:
+        return _Named((sources[0],), table(sources), stride8, True, 0, sources)
+    return _Named(tuple(sources), spare, stride8, False, len(sources), sources)
+
+
+def _mix(sources, update, prefix, new, block, q, w, eps, output_eps) -> Tensor:
+    like = sources[0] if sources else prefix if update is None else update
+    T, d = like.shape
+    y = torch.empty((T, d), dtype=like.dtype, device=like.device)
+    if T == 0:
+        return y
+    mode = 0 if update is None and prefix is None else 1 if prefix is None else 3 if update is None else 2
+    by = _sources(sources, y)
+    update, prefix = (None if x is None else rows(x) for x in (update, prefix))
+    strides = [0 if x is None else row_stride(x) // 8 for x in (update, prefix, new, block)]
+    mix_fwd_kernel[(T,)](
+        by.pointers,
+        by.table,
+        y if update is None else update,
+        y if prefix is None else prefix,
+        q,
+        q if w is None else w,
+        y if new is None else new,
+        y if block is None else block,
+        y,
+        by.stride8,
+        *strides,
+        len(sources),
+        eps,
+        output_eps,
+        N=by.count,
+        TABLE=by.through,
+        PREFIX=mode,
+        WRITE_PREFIX=new is not None,
+        WRITE_BLOCK=block is not None,
+        NORM=w is not None,
+        D=d,
+        BD=config.row_block(d),
+        num_warps=config.mix_warps(T, d, len(sources)),
+    )
+    return y
+
+
+def mix_fwd(sources, update, prefix, q, w, eps, output_eps):
+    """See :func:`tilewise.depth.eager.mix_fwd`."""
+    new = torch.empty(update.shape, dtype=update.dtype, device=update.device) if _both(update, prefix) else None
+    y = _mix(sources, update, prefix, new, None, q, w, eps, output_eps)
+    return (update if prefix is None else prefix if update is None else new), y
+
+
+def _both(update: Tensor | None, prefix: Tensor | None) -> bool:
+    return update is not None and prefix is not None
+
+
+def serve_(prefix, delta, blocks, q, w, num_blocks, block_write_idx, eps, output_eps):
+    """See :func:`tilewise.depth.eager.serve_`: one launch, in place."""
+    block = blocks[:, block_write_idx] if block_write_idx >= 0 else None
+    aligned = all(x is None or rows(x) is x for x in (prefix, block))
+    if not aligned:
+        raise ValueError(
+            f"prefix, blocks: rows must be contiguous and 16-byte aligned; found strides {prefix.stride()} and "
+            f"{blocks.stride()}; impl='eager' takes any strides"
+        )
+    sources = [blocks[:, j] for j in range(num_blocks)]
+    return _mix(sources, delta, prefix, None if delta is None else prefix, block, q, w, eps, output_eps)
+
+
+def mix_bwd(dy, dp, sources, p, q, w, eps, output_eps, into=None, fresh=False):
+    """See :func:`tilewise.depth.eager.mix_bwd`; `fresh` accumulators are written, not added to."""
+    T, d = dy.shape
+    dy = rows(dy).contiguous()
+    cfg = config.mix_bwd(T, d)
+    programs = max(cfg.pop("programs"), 1)
+    part = torch.empty((2, programs, d), dtype=torch.float32, device=dy.device)
+    wide = dy.dtype == torch.float32 or into is not None
+    grads = [torch.empty((T, d), dtype=dy.dtype, device=dy.device) for _ in sources] if into is None else into
+    dprefix = None if p is None else torch.empty_like(p, memory_format=torch.contiguous_format)
+    by = _sources(sources, dy)
+    mix_bwd_kernel[(programs,)](
+        dy,
+        dy if dp is None else dp.contiguous(),
+        by.pointers,
+        by.table,
+        dy if p is None else p.contiguous(),
+        q,
+        q if w is None else w,
+        tuple(grads) if grads and not by.through else (part,),
+        table(grads) if by.through else dy,
+        dy if p is None else dprefix,
+        part[0],
+        part[1],
+        T,
+        len(sources),
+        by.stride8,
+        eps,
+        output_eps,
+        N=by.count,
+        TABLE=by.through,
+        PREFIX=p is not None,
+        DP=dp is not None,
+        NORM=w is not None,
+        ADD=into is not None and not fresh,
+        ALONE=len(sources) + (p is not None) == 1,
+        GRAD=triton.language.float32 if wide else GRADS[dy.dtype],
+        D=d,
+        BD=config.row_block(d),
+        **cfg,
+    )
+    dq, dw = part[0].sum(0), None if w is None else part[1].sum(0)
+    return (grads if into is None else []), dprefix, dq, dw
+
+
+def phase2_fwd(update, prefix, o1, lse, q, w, eps, output_eps):
+    """See :func:`tilewise.depth.eager.phase2_fwd`."""
+    T, d = o1.shape
+    o1, update, prefix = (None if x is None else x.contiguous() for x in (o1, update, prefix))
+    y = torch.empty((T, d), dtype=o1.dtype, device=o1.device)
+    new = torch.empty((T, d), dtype=o1.dtype, device=o1.device) if _both(update, prefix) else None
+    if T:
+        merge_fwd_kernel[(T,)](
+            y if update is None else update,
+            y if prefix is None else prefix,
+            o1,
+            y if lse is None else lse.contiguous(),
+            y if q is None else q,
+            y if w is None else w,
+            y if new is None else new,
+            y,
+            eps,
+            output_eps,
+            PREFIX=0 if update is None else 1 if prefix is None else 2,
+            NORM=w is not None,
+            ONE_REDUCTION=config.few(T) and o1.dtype != torch.float32,
+            D=d,
+            BD=config.row_block(d),
+            num_warps=config.merge_warps(T, d),
+        )
+    return (update if prefix is None else new), y
+
+
+def phase2_bwd(dy, dp, p, o1, lse, q, w, eps, output_eps, do=None, dlse=None, part=None):
+    """See :func:`tilewise.depth.eager.phase2_bwd`.
+
+    `do` may be o1 itself, `dlse` and `part` (`[2, programs, d]` fp32, dq and dw before their sum) may be rows of the
+    caller's buffers; with `part` the sums are left to the caller and dq, dw are None.
+    """
+    T, d = dy.shape
+    dy, o1 = dy.contiguous(), o1.contiguous()
+    cfg = config.merge_bwd(T, d, dy.element_size())
+    programs = max(cfg.pop("programs"), 1)
+    own = part is None
+    if own:
+        part = torch.empty((2, programs, d), dtype=torch.float32, device=dy.device)
+    do = torch.empty_like(o1) if do is None else do
+    dprefix = None
+    if p is not None:
+        p, dprefix = p.contiguous(), torch.empty((T, d), dtype=dy.dtype, device=dy.device)
+        dlse = torch.empty(T, dtype=torch.float32, device=dy.device) if dlse is None else dlse
+    merge_bwd_kernel[(programs,)](
+        dy,
+        dy if dp is None else dp.contiguous(),
+        dy if p is None else p,
+        o1,
+        dy if lse is None else lse.contiguous(),
+        dy if q is None else q,
+        dy if w is None else w,
+        dy if p is None else dprefix,
+        do,
+        dy if p is None else dlse,
+        part[0],
+        part[1],
+        T,
+        eps,
+        output_eps,
+        PREFIX=p is not None,
+        DP=dp is not None,
+        NORM=w is not None,
+        D=d,
+        BD=config.row_block(d),
+        **cfg,
+    )
+    dq = part[0].sum(0) if own and p is not None else None
+    dw = part[1].sum(0) if own and w is not None else None
+    return dprefix, do, dlse, dq, dw

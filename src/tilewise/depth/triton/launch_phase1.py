@@ -1,0 +1,215 @@
+"""Host side of phase 1: scores, completion of a block, weighted sums, and their backward."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+from torch import Tensor
+
+from tilewise.depth.triton import config
+from tilewise.depth.triton.phase1 import combine_kernel, finish_kernel, scores_kernel
+from tilewise.depth.triton.phase1_bwd import inner_kernel, source_grad_kernel, weights_kernel
+from tilewise.depth.triton.sources import bank, rows
+
+__all__ = ["combine", "complete", "phase1_bwd", "scores", "split_queries"]
+
+
+def split_queries(q: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """fp32 queries as high + low parts in `dtype`: two dots give the score 16 (bf16) or 22 (fp16) bits of the query."""
+    high = q.to(dtype)
+    return high, high if dtype == torch.float32 else (q - high.float()).to(dtype)
+
+
+def _scores(v: Sequence[Tensor] | None, add, q, eps, s, r) -> None:
+    """Scores of sources `v`, or of the sum `add` = (update, prefix, block); writes s `[S, n, T]` and r `[n, T]`."""
+    b = bank(v if add is None else [add[2]])
+    like, T, d = b.base, b.base.shape[0], b.base.shape[1]
+    S, n = s.shape[:2]
+    high, low = split_queries(q, like.dtype)
+    cfg = config.score_tiles(T, d, S, like.element_size())
+    splits = cfg.pop("splits")
+    tiles = triton.cdiv(d, cfg["BK"])
+    chunk = triton.cdiv(tiles, splits)
+    splits = triton.cdiv(tiles, chunk)
+    s_out, r_out, strides = s, r, (s.stride(0), s.stride(1), 0, 0)
+    if splits > 1:
+        s_out = torch.empty((splits, S, n, T), dtype=torch.float32, device=like.device)
+        r_out = torch.empty((splits, n, T), dtype=torch.float32, device=like.device)
+        strides = (n * T, T, S * n * T, n * T)
+    grid = (triton.cdiv(T, cfg["BT"]), n, triton.cdiv(S, cfg["BS"]) * splits)
+    scores_kernel[grid](
+        like,
+        like if b.table is None else b.table,
+        *(add if add is not None else (like, like, like)),
+        high,
+        low,
+        s_out,
+        r_out,
+        T,
+        S,
+        splits,
+        chunk,
+        b.stride8,
+        b.row8,
+        *strides,
+        eps,
+        TABLE=b.table is not None,
+        ADD=add is not None,
+        LOW=like.dtype != torch.float32,
+        SPLIT=splits > 1,
+        D=d,
+        **cfg,
+    )
+    if splits > 1:
+        grid = (triton.cdiv(T, 128), n, S)
+        finish_kernel[grid](
+            s_out, r_out, s, r, T, n, S, splits, s.stride(0), s.stride(1), eps, D=d, B=128, num_warps=4
+        )  # fmt: skip
+
+
+def scores(sources, q, eps, out=None):
+    """See :func:`tilewise.depth.eager.scores`. `out` `[S, n, T]` fp32 may have any strides but 1 along T."""
+    T, n = sources[0].shape[0], len(sources)
+    s = torch.empty((q.shape[0], n, T), dtype=torch.float32, device=q.device) if out is None else out
+    r = torch.empty((n, T), dtype=torch.float32, device=q.device)
+    if T and q.shape[0]:
+        _scores(sources, None, q, eps, s, r)
+    return s, r
+
+
+def complete(update, prefix, q, eps, block=None, out=None):
+    """See :func:`tilewise.depth.eager.complete`. `block` and `out` `[S, T]` receive the results, if given."""
+    update, prefix = update.contiguous(), prefix.contiguous()
+    T = update.shape[0]
+    block = torch.empty_like(update) if block is None else block
+    s = torch.empty((q.shape[0], T), dtype=torch.float32, device=q.device) if out is None else out
+    r = torch.empty((1, T), dtype=torch.float32, device=q.device)
+    if q.shape[0] == 0:
+        torch.add(update, prefix, out=block)
+    elif T:
+        _scores(None, (update, prefix, block), q, eps, s[:, None], r)
+    return block, s, r[0]
+
+
+def combine(sources, s, out=None, lse=None):
+    """See :func:`tilewise.depth.eager.combine`. `out` `[S, T, d]` and `lse` `[S, T]` receive the results, if given."""
+    b = bank(sources)
+    like, (T, d), (S, n) = b.base, b.base.shape, s.shape[:2]
+    o1 = torch.empty((S, T, d), dtype=like.dtype, device=like.device) if out is None else out
+    lse = torch.empty((S, T), dtype=torch.float32, device=like.device) if lse is None else lse
+    if T == 0 or S == 0:
+        return o1, lse
+    s = s if s.dtype == torch.float32 and (T == 1 or s.stride(2) == 1) else s.float().contiguous()
+    cfg = config.combine_tiles(T, d, n, S, like.element_size())
+    span = cfg.pop("span")
+    one = n <= cfg["BN"]
+    tma = _tma(b, o1, one)
+    base, store = (like, o1) if not tma else _descriptors(b, o1, n, cfg)
+    grid = (triton.cdiv(T, cfg["BT"]) * triton.cdiv(S, cfg["BS"]), triton.cdiv(triton.cdiv(d, cfg["BD"]), span))
+    combine_kernel[grid](
+        like,
+        base,
+        like if b.table is None else b.table,
+        s,
+        o1,
+        store,
+        lse,
+        T,
+        n,
+        S,
+        b.stride8,
+        b.row8,
+        s.stride(0),
+        s.stride(1),
+        span,
+        TABLE=b.table is not None,
+        TMA=tma,
+        LOW=like.dtype != torch.float32,
+        ONE=one,
+        D=d,
+        **cfg,
+    )
+    return o1, lse
+
+
+def _tma(b, o1: Tensor, one: bool) -> bool:
+    """Bulk copies for an evenly spaced bank on Hopper or newer."""
+    even = b.table is None and (b.stride8 > 0 or o1.shape[0] == 1) and one and b.base.element_size() == 2
+    return even and b.base.is_cuda and torch.cuda.get_device_capability(b.base.device)[0] >= 9
+
+
+def _descriptors(b, o1: Tensor, n: int, cfg: dict):
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    (T, d), S = b.base.shape, o1.shape[0]
+    strides = [max(b.stride8, 1) * 8, b.row8 * 8, 1]
+    load = TensorDescriptor(b.base, [n, T, d], strides, [cfg["BN"], cfg["BT"], cfg["BD"]])
+    return load, TensorDescriptor(o1, [S, T, d], [T * d, d, 1], [cfg["BS"], cfg["BT"], cfg["BD"]])
+
+
+def phase1_bwd(do1, dlse, sources, q, s, lse, r, into=None, fresh=False):
+    """See :func:`tilewise.depth.eager.phase1_bwd`; `fresh` accumulators are written, not added to."""
+    do1 = [rows(x).contiguous() for x in do1]
+    b, do = bank(sources), bank(do1)
+    like, (T, d), (S, n) = b.base, b.base.shape, s.shape[:2]
+    if do.table is not None:
+        do1 = torch.stack(do1).unbind(0)
+        do = bank(do1)
+    s, lse, r = s.contiguous(), lse.contiguous(), r.contiguous()
+    size = like.element_size()
+    grads = [torch.empty((T, d), dtype=like.dtype, device=like.device) for _ in sources] if into is None else into
+    many = S > 16
+    if many and into is None:
+        acc, fresh = [torch.empty((T, d), dtype=torch.float32, device=like.device) for _ in sources], True
+    else:
+        acc = grads
+    g = torch.empty((S, n, T), dtype=torch.float32, device=like.device)
+    a = torch.empty_like(g)
+    c = torch.empty((n, T), dtype=torch.float32, device=like.device)
+    table = like if b.table is None else b.table
+    cfg = config.inner_tiles(n, S, size)
+    grid = (triton.cdiv(T, cfg["BT"]), triton.cdiv(n, cfg["BN"]), triton.cdiv(S, cfg["BS"]))
+    strides = (do.stride8, b.stride8, b.row8)
+    inner_kernel[grid](do.base, like, table, g, T, n, S, *strides, TABLE=b.table is not None, D=d, **cfg)
+    weights_kernel[(triton.cdiv(T, 32),)](
+        s, lse, lse if dlse is None else dlse, r, g, a, c, T, n, S, DLSE=dlse is not None,
+        BS=triton.next_power_of_2(S), BT=32, D=d, num_warps=4,
+    )  # fmt: skip
+    out = bank(acc)
+    dq = torch.empty((S, d), dtype=torch.float32, device=like.device)
+    q_low = q.to(like.dtype)
+    for s0 in range(0, S, 16):
+        m = min(16, S - s0)
+        cfg = config.dv_tiles(T, d, n, m, size)
+        programs = cfg.pop("programs")
+        chunks = triton.cdiv(n, cfg["BN"])
+        part = torch.empty((chunks * programs, m, d), dtype=torch.float32, device=like.device)
+        source_grad_kernel[(triton.cdiv(d, cfg["BD"]), programs, chunks)](
+            do1[s0],
+            like,
+            table,
+            a[s0:],
+            g[s0:],
+            c,
+            q_low[s0:],
+            out.base,
+            like if out.table is None else out.table,
+            part,
+            T,
+            n,
+            m,
+            *strides,
+            out.stride8,
+            TABLE=b.table is not None,
+            GRAD_TABLE=out.table is not None,
+            ADD=s0 > 0 or (into is not None and not fresh),
+            SHRINK=s0 == 0,
+            D=d,
+            **cfg,
+        )
+        torch.sum(part.view(chunks, programs, m, d).sum(0) if chunks > 1 else part, 0, out=dq[s0 : s0 + m])
+    if acc is not grads:
+        grads = [x.to(like.dtype) for x in acc]
+    return (grads if into is None else []), dq

@@ -1,0 +1,149 @@
+"""Phase 2: prefix add, online-softmax merge with o1, output norm, one program a row; and its backward."""
+
+import triton
+import triton.language as tl
+
+from tilewise.depth.triton.common import sum2, sum4, sum6
+
+
+@triton.jit
+def merge_fwd_kernel(
+    update,
+    prefix,
+    o1_ptr,
+    lse_ptr,
+    q_ptr,
+    w_ptr,
+    new_prefix,
+    y_ptr,
+    eps,
+    output_eps,
+    PREFIX: tl.constexpr,
+    NORM: tl.constexpr,
+    ONE_REDUCTION: tl.constexpr,
+    D: tl.constexpr,
+    BD: tl.constexpr,
+):
+    """PREFIX: 0 o1 only, 1 p = update, 2 p = prefix + update (written).
+
+    ONE_REDUCTION takes |h|^2 from |p|^2, <o1, p> and |o1|^2 instead of a second reduction over h: one barrier less for
+    few rows, where latency counts; with many rows the extra sums cost more than the barrier.
+    """
+    t = tl.program_id(0).to(tl.int64)
+    dtype: tl.constexpr = y_ptr.dtype.element_ty
+    c = tl.arange(0, BD)
+    m = c < D
+    row = t * D + c
+    h = tl.load(o1_ptr + row, mask=m, other=0.0)
+    if PREFIX == 2:
+        p = tl.load(prefix + row, mask=m, other=0.0)
+    if PREFIX > 0:
+        lse = tl.load(lse_ptr + t)
+        u = tl.load(update + row, mask=m, other=0.0)
+        if PREFIX == 2:
+            u = (u.to(tl.float32) + p.to(tl.float32)).to(dtype)
+            tl.store(new_prefix + row, u, mask=m)
+        p = u.to(tl.float32)
+        q = tl.load(q_ptr + c, mask=m, other=0.0, eviction_policy="evict_last")
+        h = h.to(tl.float32)
+        if ONE_REDUCTION:
+            pp, pq, oo, op = tl.reduce((p * p, p * q, h * h, h * p), 0, sum4)
+        else:
+            pp, pq = tl.reduce((p * p, p * q), 0, sum2)
+        pi = 1.0 / (1.0 + tl.exp(lse - pq * tl.rsqrt(pp / D + eps)))
+        h = h + pi * (p - h)
+    else:
+        h = h.to(tl.float32)
+    if NORM:
+        w = tl.load(w_ptr + c, mask=m, other=0.0, eviction_policy="evict_last").to(tl.float32)
+        if ONE_REDUCTION and PREFIX > 0:
+            hh = tl.maximum((1 - pi) * (1 - pi) * oo + 2 * pi * (1 - pi) * op + pi * pi * pp, 0.0)
+        else:
+            hh = tl.sum(h * h, 0)
+        h = h * tl.rsqrt(hh / D + output_eps) * w
+    tl.store(y_ptr + row, h.to(dtype), mask=m)
+
+
+@triton.jit(do_not_specialize=["T"])
+def merge_bwd_kernel(
+    dy_ptr,
+    dp_ptr,
+    p_ptr,
+    o1_ptr,
+    lse_ptr,
+    q_ptr,
+    w_ptr,
+    dprefix,
+    do_ptr,
+    dlse_ptr,
+    dq_part,
+    dw_part,
+    T,
+    eps,
+    output_eps,
+    PREFIX: tl.constexpr,
+    DP: tl.constexpr,
+    NORM: tl.constexpr,
+    D: tl.constexpr,
+    BD: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Every scalar of a row comes from one fused reduction of six sums. do may overwrite o1: a row is read first."""
+    c = tl.arange(0, BD)
+    m = c < D
+    dtype: tl.constexpr = do_ptr.dtype.element_ty
+    if PREFIX:
+        q = tl.load(q_ptr + c, mask=m, other=0.0)
+    if NORM:
+        w = tl.load(w_ptr + c, mask=m, other=0.0).to(tl.float32)
+    dq = tl.zeros([BD], tl.float32)
+    dw = tl.zeros([BD], tl.float32)
+    for i in tl.range(tl.program_id(0), T, tl.num_programs(0), num_stages=STAGES):
+        t = tl.cast(i, tl.int64)
+        row = t * D + c
+        dy = tl.load(dy_ptr + row, mask=m, other=0.0).to(tl.float32)
+        o = tl.load(o1_ptr + row, mask=m, other=0.0).to(tl.float32)
+        wdy = dy
+        if NORM:
+            wdy = w * dy
+        if PREFIX:
+            p = tl.load(p_ptr + row, mask=m, other=0.0).to(tl.float32)
+            if DP:
+                dp = tl.load(dp_ptr + row, mask=m, other=0.0).to(tl.float32)
+            lse = tl.load(lse_ptr + t)
+            pp, pq, oo, op, ow, pw = tl.reduce((p * p, p * q, o * o, o * p, o * wdy, p * wdy), 0, sum6)
+            rp = tl.rsqrt(pp / D + eps)
+            s = pq * rp
+            pi = 1.0 / (1.0 + tl.exp(lse - s))
+            qi = 1.0 - pi
+            h = o + pi * (p - o)
+            if NORM:
+                hh = tl.maximum(qi * qi * oo + 2 * pi * qi * op + pi * pi * pp, 0.0)
+                rh = tl.rsqrt(hh / D + output_eps)
+                k = rh * rh * (qi * ow + pi * pw) / D
+                dw += h * rh * dy
+                dh = (wdy - h * k) * rh
+                ds = pi * qi * rh * (pw - ow - k * (qi * (op - oo) + pi * (pp - op)))
+            else:
+                dh = wdy
+                ds = pi * qi * (pw - ow)
+            tl.store(do_ptr + row, (qi * dh).to(dtype), mask=m)
+            tl.store(dlse_ptr + t, -ds)
+            dq += ds * rp * p
+            dv = pi * dh + ds * (rp * q - (s * rp * rp / D) * p)
+            if DP:
+                dv += dp
+            tl.store(dprefix + row, dv.to(dtype), mask=m)
+        else:
+            dh = wdy
+            if NORM:
+                hh, hw = tl.reduce((o * o, o * wdy), 0, sum2)
+                rh = tl.rsqrt(hh / D + output_eps)
+                dw += o * rh * dy
+                dh = (wdy - o * (rh * rh * hw / D)) * rh
+            tl.store(do_ptr + row, dh.to(dtype), mask=m)
+    part = tl.program_id(0).to(tl.int64) * D + c
+    if PREFIX:
+        tl.store(dq_part + part, dq, mask=m)
+    if NORM:
+        tl.store(dw_part + part, dw, mask=m)

@@ -1,0 +1,207 @@
+"""One-pass mix over n sources and the running prefix, with prefix add, block write and output norm; and its backward.
+
+One program a row in the forward; the backward is persistent, so that dq and dw are sums in registers, written once a
+program and added up in a fixed order.
+"""
+
+import triton
+import triton.language as tl
+
+from tilewise.depth.triton.common import aligned, sum2, sum3
+
+
+@triton.jit
+def _take(v, q, mx, l, o, eps, D: tl.constexpr):
+    """One step of the online softmax with source v."""
+    v = v.to(tl.float32)
+    vv, vq = tl.reduce((v * v, v * q), 0, sum2)
+    s = vq * tl.rsqrt(vv / D + eps)
+    new = tl.maximum(mx, s)
+    old = tl.exp(mx - new)
+    e = tl.exp(s - new)
+    return new, l * old + e, o * old + e * v
+
+
+@triton.jit(do_not_specialize=["n"])
+def mix_fwd_kernel(
+    sources,
+    table,
+    update,
+    prefix,
+    q_ptr,
+    w_ptr,
+    new_prefix,
+    block,
+    y_ptr,
+    source_stride8,
+    update_stride8,
+    prefix_stride8,
+    new_stride8,
+    block_stride8,
+    n,
+    eps,
+    output_eps,
+    N: tl.constexpr,
+    TABLE: tl.constexpr,
+    PREFIX: tl.constexpr,
+    WRITE_PREFIX: tl.constexpr,
+    WRITE_BLOCK: tl.constexpr,
+    NORM: tl.constexpr,
+    D: tl.constexpr,
+    BD: tl.constexpr,
+):
+    """PREFIX: 0 none, 1 p = update, 2 p = prefix + update, 3 p = prefix. TABLE: n sources by address, else N named."""
+    t = tl.program_id(0).to(tl.int64)
+    dtype: tl.constexpr = y_ptr.dtype.element_ty
+    c = tl.arange(0, BD)
+    m = c < D
+    q = tl.load(q_ptr + c, mask=m, other=0.0, eviction_policy="evict_last")
+    row = t * (source_stride8 * 8) + c
+    # Loads of the first sources are issued before any reduction: a reduction is a barrier that no load moves across.
+    if N >= 1:
+        v0 = tl.load(sources[0] + row, mask=m, other=0.0)
+    if N >= 2:
+        v1 = tl.load(sources[1] + row, mask=m, other=0.0)
+    if N >= 3:
+        v2 = tl.load(sources[2] + row, mask=m, other=0.0)
+    if N >= 4:
+        v3 = tl.load(sources[3] + row, mask=m, other=0.0)
+    mx = -float("inf")
+    l = 0.0
+    o = tl.zeros([BD], tl.float32)
+    if PREFIX > 0:
+        if PREFIX == 1:
+            p = tl.load(update + t * (update_stride8 * 8) + c, mask=m, other=0.0)
+        else:
+            p = tl.load(prefix + t * (prefix_stride8 * 8) + c, mask=m, other=0.0)
+            if PREFIX == 2:
+                u = tl.load(update + t * (update_stride8 * 8) + c, mask=m, other=0.0)
+                p = (p.to(tl.float32) + u.to(tl.float32)).to(dtype)
+        if WRITE_PREFIX:
+            tl.store(new_prefix + t * (new_stride8 * 8) + c, p, mask=m)
+        if WRITE_BLOCK:
+            tl.store(block + t * (block_stride8 * 8) + c, p, mask=m)
+        mx, l, o = _take(p, q, mx, l, o, eps, D)
+    if N >= 1:
+        mx, l, o = _take(v0, q, mx, l, o, eps, D)
+    if N >= 2:
+        mx, l, o = _take(v1, q, mx, l, o, eps, D)
+    if N >= 3:
+        mx, l, o = _take(v2, q, mx, l, o, eps, D)
+    if N >= 4:
+        mx, l, o = _take(v3, q, mx, l, o, eps, D)
+    for j in tl.static_range(4, N):
+        mx, l, o = _take(tl.load(sources[j] + row, mask=m, other=0.0), q, mx, l, o, eps, D)
+    if TABLE:
+        for j in range(n):
+            v = tl.load(aligned(table, j, dtype) + row, mask=m, other=0.0)
+            mx, l, o = _take(v, q, mx, l, o, eps, D)
+    h = o / l
+    if NORM:
+        w = tl.load(w_ptr + c, mask=m, other=0.0, eviction_policy="evict_last").to(tl.float32)
+        h = h * tl.rsqrt(tl.sum(h * h, 0) / D + output_eps) * w
+    tl.store(y_ptr + t * D + c, h.to(dtype), mask=m)
+
+
+@triton.jit
+def _give(v, q, dh, delta, lse, eps, ALONE: tl.constexpr, D: tl.constexpr):
+    """(dv, dq of this row) of one source: a dh + ds (r q - s r^2 / d v). A source that is ALONE has ds = 0 exactly."""
+    v = v.to(tl.float32)
+    vv, vq, g = tl.reduce((v * v, v * q, v * dh), 0, sum3)
+    r = tl.rsqrt(vv / D + eps)
+    s = vq * r
+    a = tl.exp(s - lse)
+    ds = a * (g - delta)
+    if ALONE:
+        ds = 0.0
+    return a * dh + ds * (r * q - (s * r * r / D) * v), ds * r * v
+
+
+@triton.jit(do_not_specialize=["T", "n"])
+def mix_bwd_kernel(
+    dy_ptr,
+    dp_ptr,
+    sources,
+    table,
+    p_ptr,
+    q_ptr,
+    w_ptr,
+    grads,
+    grad_table,
+    dprefix,
+    dq_part,
+    dw_part,
+    T,
+    n,
+    source_stride8,
+    eps,
+    output_eps,
+    N: tl.constexpr,
+    TABLE: tl.constexpr,
+    PREFIX: tl.constexpr,
+    DP: tl.constexpr,
+    NORM: tl.constexpr,
+    ADD: tl.constexpr,
+    ALONE: tl.constexpr,
+    GRAD: tl.constexpr,
+    D: tl.constexpr,
+    BD: tl.constexpr,
+):
+    """The mix is recomputed; delta = <dh, h> with h in fp32 registers equals the sum over the sources."""
+    dtype: tl.constexpr = dy_ptr.dtype.element_ty
+    c = tl.arange(0, BD)
+    m = c < D
+    q = tl.load(q_ptr + c, mask=m, other=0.0)
+    dq = tl.zeros([BD], tl.float32)
+    dw = tl.zeros([BD], tl.float32)
+    for i in tl.range(tl.program_id(0), T, tl.num_programs(0)):
+        t = tl.cast(i, tl.int64)
+        row = t * (source_stride8 * 8) + c
+        out = t * D + c
+        mx = -float("inf")
+        l = 0.0
+        h = tl.zeros([BD], tl.float32)
+        if PREFIX:
+            mx, l, h = _take(tl.load(p_ptr + out, mask=m, other=0.0), q, mx, l, h, eps, D)
+        for j in tl.static_range(N):
+            mx, l, h = _take(tl.load(sources[j] + row, mask=m, other=0.0), q, mx, l, h, eps, D)
+        if TABLE:
+            for j in range(n):
+                v = tl.load(aligned(table, j, dtype) + row, mask=m, other=0.0)
+                mx, l, h = _take(v, q, mx, l, h, eps, D)
+        h = h / l
+        lse = mx + tl.log(l)
+        dh = tl.load(dy_ptr + out, mask=m, other=0.0).to(tl.float32)
+        if NORM:
+            w = tl.load(w_ptr + c, mask=m, other=0.0).to(tl.float32)
+            wdy = w * dh
+            hh, hw = tl.reduce((h * h, h * wdy), 0, sum2)
+            rh = tl.rsqrt(hh / D + output_eps)
+            dw += h * rh * dh
+            dh = (wdy - h * (rh * rh * hw / D)) * rh
+        delta = tl.sum(dh * h, 0)
+        for j in tl.static_range(N):
+            dv, dqj = _give(tl.load(sources[j] + row, mask=m, other=0.0), q, dh, delta, lse, eps, ALONE, D)
+            dq += dqj
+            if ADD:
+                dv += tl.load(grads[j] + out, mask=m, other=0.0)
+            tl.store(grads[j] + out, dv.to(GRAD), mask=m)
+        if TABLE:
+            for j in range(n):
+                v = tl.load(aligned(table, j, dtype) + row, mask=m, other=0.0)
+                dv, dqj = _give(v, q, dh, delta, lse, eps, ALONE, D)
+                dq += dqj
+                grad = aligned(grad_table, j, GRAD) + out
+                if ADD:
+                    dv += tl.load(grad, mask=m, other=0.0)
+                tl.store(grad, dv.to(GRAD), mask=m)
+        if PREFIX:
+            dv, dqj = _give(tl.load(p_ptr + out, mask=m, other=0.0), q, dh, delta, lse, eps, ALONE, D)
+            dq += dqj
+            if DP:
+                dv += tl.load(dp_ptr + out, mask=m, other=0.0).to(tl.float32)
+            tl.store(dprefix + out, dv.to(dtype), mask=m)
+    part = tl.program_id(0).to(tl.int64) * D + c
+    tl.store(dq_part + part, dq, mask=m)
+    if NORM:
+        tl.store(dw_part + part, dw, mask=m)

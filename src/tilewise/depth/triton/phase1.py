@@ -1,0 +1,222 @@
+"""Phase 1 forward: scores of many queries against each source, and the weighted sums that need no reduction over d.
+
+Tiles have at most 32 rows on the left of a dot, so that Hopper's asynchronous wgmma is never used: with wgmma the
+compiler gives a pipelined tile that also feeds register arithmetic one buffer too few, and corrupts loop-invariant
+register operands. Both products are small next to the memory traffic.
+"""
+
+import triton
+import triton.language as tl
+
+from tilewise.depth.triton.common import source_rows
+
+
+@triton.jit(do_not_specialize=["T", "S", "chunk", "splits", "s_stride_q", "s_stride_n", "part_stride", "r_part_stride"])
+def scores_kernel(
+    base,
+    table,
+    update,
+    prefix,
+    block,
+    q_high,
+    q_low,
+    s_ptr,
+    r_ptr,
+    T,
+    S,
+    splits,
+    chunk,
+    source_stride8,
+    row_stride8,
+    s_stride_q,
+    s_stride_n,
+    part_stride,
+    r_part_stride,
+    eps,
+    TABLE: tl.constexpr,
+    ADD: tl.constexpr,
+    LOW: tl.constexpr,
+    SPLIT: tl.constexpr,
+    BT: tl.constexpr,
+    BK: tl.constexpr,
+    BS: tl.constexpr,
+    STAGES: tl.constexpr,
+    D: tl.constexpr,
+):
+    """s[q, j, t] = rstd(v_j[t]) <v_j[t], Q_q>, Q = q_high + q_low. ADD: v = prefix + update, written to `block`.
+
+    SPLIT: program axis 2 also splits d; raw partial sums go to s_ptr and r_ptr at part strides, for `finish_kernel`.
+    """
+    dtype: tl.constexpr = base.dtype.element_ty
+    j = tl.program_id(1)
+    part = tl.program_id(2) % splits
+    q0 = (tl.program_id(2) // splits) * BS
+    t = tl.program_id(0) * BT + tl.arange(0, BT)
+    sq = q0 + tl.arange(0, BS)
+    ck = tl.arange(0, BK)
+    if ADD:
+        rows = t.to(tl.int64) * D
+    else:
+        rows = source_rows(base, table, t * 0 + j, t, source_stride8, row_stride8, TABLE)
+    acc = tl.zeros([BT, BS], tl.float32)
+    vv = tl.zeros([BT], tl.float32)
+    # `chunk` counts tiles of BK columns: only so does the compiler know the alignment and copy 16 bytes at a time.
+    for i in tl.range(part * chunk, tl.minimum(part * chunk + chunk, tl.cdiv(D, BK)), num_stages=STAGES):
+        k = i * BK
+        m = (t < T)[:, None] & (k + ck < D)[None, :]
+        if ADD:
+            at = rows[:, None] + (k + ck)[None, :]
+            v = tl.load(prefix + at, mask=m, other=0.0).to(tl.float32)
+            v = (v + tl.load(update + at, mask=m, other=0.0).to(tl.float32)).to(dtype)
+            tl.store(block + at, v, mask=m & (q0 == 0))
+        else:
+            v = tl.load(rows[:, None] + (k + ck)[None, :], mask=m, other=0.0)
+        vf = v.to(tl.float32)
+        vv += tl.sum(vf * vf, 1)
+        qm = (sq < S)[:, None] & (k + ck < D)[None, :]
+        qat = sq[:, None].to(tl.int64) * D + (k + ck)[None, :]
+        qh = tl.load(q_high + qat, mask=qm, other=0.0, eviction_policy="evict_last")
+        acc = tl.dot(v, tl.trans(qh), acc, input_precision="ieee")
+        if LOW:
+            ql = tl.load(q_low + qat, mask=qm, other=0.0, eviction_policy="evict_last")
+            acc = tl.dot(v, tl.trans(ql), acc, input_precision="ieee")
+    at = sq[None, :].to(tl.int64) * s_stride_q + j.to(tl.int64) * s_stride_n + t[:, None]
+    sm = (sq < S)[None, :] & (t < T)[:, None]
+    rm = (t < T) & (q0 == 0)
+    if SPLIT:
+        tl.store(s_ptr + part.to(tl.int64) * part_stride + at, acc, mask=sm)
+        tl.store(r_ptr + part.to(tl.int64) * r_part_stride + j.to(tl.int64) * T + t, vv, mask=rm)
+    else:
+        r = tl.rsqrt(vv / D + eps)
+        tl.store(s_ptr + at, acc * r[:, None], mask=sm)
+        tl.store(r_ptr + j.to(tl.int64) * T + t, r, mask=rm)
+
+
+@triton.jit(do_not_specialize=["T", "N", "S", "splits", "s_stride_q", "s_stride_n"])
+def finish_kernel(
+    s_part, r_part, s_ptr, r_ptr, T, N, S, splits, s_stride_q, s_stride_n, eps, D: tl.constexpr, B: tl.constexpr
+):
+    """Add the partial sums of a split `scores_kernel` in order: one program a (query, source, token tile)."""
+    j = tl.program_id(1)
+    q = tl.program_id(2)
+    t = tl.program_id(0) * B + tl.arange(0, B)
+    m = t < T
+    s = tl.zeros([B], tl.float32)
+    vv = tl.zeros([B], tl.float32)
+    for k in range(splits):
+        s += tl.load(s_part + ((k * S + q).to(tl.int64) * N + j) * T + t, mask=m, other=0.0)
+        vv += tl.load(r_part + (k * N + j).to(tl.int64) * T + t, mask=m, other=0.0)
+    r = tl.rsqrt(vv / D + eps)
+    tl.store(s_ptr + q.to(tl.int64) * s_stride_q + j.to(tl.int64) * s_stride_n + t, s * r, mask=m)
+    tl.store(r_ptr + j.to(tl.int64) * T + t, r, mask=m & (q == 0))
+
+
+@triton.jit
+def _weights(s_ptr, lse, ms, t, j, hit, s_stride_q, s_stride_n):
+    """Block-diagonal weights [(s, t), (j, t')] = exp(s - lse) where t = t'."""
+    at = ms[:, None].to(tl.int64) * s_stride_q + j[None, :].to(tl.int64) * s_stride_n + t[:, None]
+    s = tl.load(s_ptr + at, mask=hit, other=-float("inf"))
+    return tl.exp(s - lse[:, None])
+
+
+@triton.jit(do_not_specialize=["T", "n", "S", "s_stride_q", "s_stride_n", "span"])
+def combine_kernel(
+    base,
+    base_tma,
+    table,
+    s_ptr,
+    o_ptr,
+    o_tma,
+    lse_ptr,
+    T,
+    n,
+    S,
+    source_stride8,
+    row_stride8,
+    s_stride_q,
+    s_stride_n,
+    span,
+    TABLE: tl.constexpr,
+    TMA: tl.constexpr,
+    LOW: tl.constexpr,
+    ONE: tl.constexpr,
+    BS: tl.constexpr,
+    BN: tl.constexpr,
+    BT: tl.constexpr,
+    BD: tl.constexpr,
+    STAGES: tl.constexpr,
+    D: tl.constexpr,
+):
+    """o1[s, t] = sum_j softmax_j(s) v_j[t] for BT tokens, BS queries, `span` tiles of BD columns; ONE: n <= BN."""
+    M: tl.constexpr = BS * BT
+    R: tl.constexpr = BN * BT
+    dtype: tl.constexpr = o_ptr.dtype.element_ty
+    groups = tl.cdiv(S, BS)
+    t0 = (tl.program_id(0) // groups) * BT
+    q0 = (tl.program_id(0) % groups) * BS
+    first = tl.program_id(1) * span
+    a = tl.arange(0, M)
+    b = tl.arange(0, R)
+    ms = q0 + a // BT
+    mt = t0 + a % BT
+    rt = t0 + b % BT
+    okm = (ms < S) & (mt < T)
+    same = (a % BT)[:, None] == (b % BT)[None, :]
+    cd = tl.arange(0, BD)
+    mx = tl.full([M], -float("inf"), tl.float32)
+    l = tl.zeros([M], tl.float32)
+    for j0 in range(0, n, BN):
+        j = j0 + b // BT
+        hit = same & (j < n)[None, :] & okm[:, None]
+        at = ms[:, None].to(tl.int64) * s_stride_q + j[None, :].to(tl.int64) * s_stride_n + mt[:, None]
+        s = tl.load(s_ptr + at, mask=hit, other=-float("inf"))
+        new = tl.maximum(tl.maximum(mx, tl.max(s, 1)), -1e30)
+        l = l * tl.exp(mx - new) + tl.sum(tl.exp(s - new[:, None]), 1)
+        mx = new
+    lse = mx + tl.log(tl.where(okm, l, 1.0))
+    tl.store(lse_ptr + ms.to(tl.int64) * T + mt, lse, mask=okm & (first == 0))
+    if ONE:
+        j = b // BT
+        hit = same & (j < n)[None, :] & okm[:, None]
+        w = _weights(s_ptr, lse, ms, mt, j, hit, s_stride_q, s_stride_n)
+        wh = w.to(dtype)
+        if LOW:
+            wl = (w - wh.to(tl.float32)).to(dtype)
+        okr = (j < n) & (rt < T)
+        if not TMA:
+            rows = source_rows(
+                base, table, tl.where(okr, j, 0), tl.where(okr, rt, 0), source_stride8, row_stride8, TABLE
+            )
+    out = (ms.to(tl.int64) * T + mt) * D
+    for i in tl.range(first, tl.minimum(first + span, tl.cdiv(D, BD)), num_stages=STAGES):
+        k = i * BD
+        if ONE:
+            if TMA:
+                v = base_tma.load([0, t0, k]).reshape(R, BD)
+            else:
+                vm = okr[:, None] & (k + cd < D)[None, :]
+                v = tl.load(rows[:, None] + (k + cd)[None, :], mask=vm, other=0.0, eviction_policy="evict_first")
+            o = tl.dot(wh, v, input_precision="ieee")
+            if LOW:
+                o = tl.dot(wl, v, o, input_precision="ieee")
+        else:
+            o = tl.zeros([M, BD], tl.float32)
+            for j0 in range(0, n, BN):
+                j = j0 + b // BT
+                hit = same & (j < n)[None, :] & okm[:, None]
+                w = _weights(s_ptr, lse, ms, mt, j, hit, s_stride_q, s_stride_n)
+                okr = (j < n) & (rt < T)
+                rows = source_rows(
+                    base, table, tl.where(okr, j, 0), tl.where(okr, rt, 0), source_stride8, row_stride8, TABLE
+                )
+                vm = okr[:, None] & (k + cd < D)[None, :]
+                v = tl.load(rows[:, None] + (k + cd)[None, :], mask=vm, other=0.0)
+                wh = w.to(dtype)
+                o = tl.dot(wh, v, o, input_precision="ieee")
+                if LOW:
+                    o = tl.dot((w - wh.to(tl.float32)).to(dtype), v, o, input_precision="ieee")
+        if TMA:
+            o_tma.store([q0, t0, k], o.to(dtype).reshape(BS, BT, BD))
+        else:
+            om = okm[:, None] & (k + cd < D)[None, :]
+            tl.store(o_ptr + out[:, None] + (k + cd)[None, :], o.to(dtype), mask=om, eviction_policy="evict_first")

@@ -1,0 +1,97 @@
+"""Compile every depth kernel for sm_90 without a GPU and print a JSON line each; run by `test_depth_kernels.py`."""
+
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime.jit import JITFunction
+
+from tilewise.depth.triton import launch, launch_phase1, sources
+
+RESULTS = []
+
+
+class Hopper:
+    """Enough of a driver to compile for an H100 or H200."""
+
+    def get_current_target(self):
+        return GPUTarget("cuda", 90, 32)
+
+    def get_active_torch_device(self):
+        return torch.device("cpu")
+
+    def get_current_device(self):
+        return 0
+
+    def get_current_stream(self, device=None):
+        return 0
+
+    def is_active(self):
+        return True
+
+    def map_python_to_cpp_type(self, kind):
+        return kind
+
+
+def resources(cubin: bytes) -> dict:
+    """Registers and spilled bytes (local memory) of a kernel, from its machine code."""
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        text = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    fields = dict(x.split(":") for x in text.split("Function")[-1].split("\n")[1].split() if x.count(":") == 1)
+    return {"registers": int(fields["REG"]), "stack": int(fields["STACK"]), "local": int(fields["LOCAL"])}
+
+
+def compile_only(kernel, grid):
+    def run(*args, **meta):
+        compiled = kernel.warmup(*args, grid=grid, **meta)
+        name = kernel.fn.__name__
+        keys = ("num_warps", "BT", "BS", "BN", "BK", "BD", "STAGES", "N", "TABLE", "TMA", "PREFIX", "LOW", "ADD")
+        row = {"kernel": name, **{k: meta[k] for k in keys if k in meta}, "shared": compiled.metadata.shared}
+        row |= resources(compiled.asm["cubin"])
+        row["wgmma"] = "wgmma" in compiled.asm["ptx"]
+        row["wide_loads"] = ".v4.b32" in compiled.asm["ptx"] or "cp.async" in compiled.asm["ptx"]
+        RESULTS.append(row)
+        print(json.dumps(row), flush=True)
+
+    return run
+
+
+def empty(*shape, dtype=torch.bfloat16):
+    return torch.empty(*shape, dtype=dtype, device="meta")
+
+
+def main(dtype: torch.dtype, d: int, T: int, n: int, S: int, tma: bool) -> None:
+    triton.runtime.driver.set_active(Hopper())
+    JITFunction.__getitem__ = compile_only
+    x, f32 = (lambda *s: empty(*s, dtype=dtype)), torch.float32
+    q, w = empty(d, dtype=f32), x(d)
+    v = [x(T, d) for _ in range(n)]
+    launch_phase1._tma = lambda b, o1, one: tma and one
+    u, p = x(T, d), x(T, d)
+    launch.mix_fwd(v, u, p, q, w, 1e-6, 1e-6)
+    launch.mix_bwd(u, p, v, p, q, w, 1e-6, 1e-6)
+    launch.phase2_fwd(u, p, u, empty(T, dtype=f32), q, w, 1e-6, 1e-6)
+    launch.phase2_fwd(None, None, u, None, None, w, 1e-6, 1e-6)
+    launch.phase2_bwd(u, p, p, u, empty(T, dtype=f32), q, w, 1e-6, 1e-6)
+    qs, do = empty(S, d, dtype=f32), x(S, T, d)
+    s, r = launch.scores(v, qs, 1e-6)
+    launch.complete(u, p, qs, 1e-6)
+    _, lse = launch.combine(v, s)
+    launch.phase1_bwd(do.unbind(0), lse, v, qs, s, lse, r, [empty(T, d, dtype=f32) for _ in v])
+    many = [x(T, d) for _ in range(17)]
+    sources.even_step = lambda _: None
+    launch.mix_fwd(many, u, p, q, w, 1e-6, 1e-6)
+    launch.combine(many, empty(S, 17, T, dtype=f32))
+
+
+if __name__ == "__main__":
+    kind, d, T, n, S, tma = sys.argv[1:]
+    main(getattr(torch, kind), int(d), int(T), int(n), int(S), tma == "tma")

@@ -1,0 +1,139 @@
+"""Every Triton kernel under the interpreter, tiny shapes, against the oracle. Collected only by `test_kernels.py`."""
+
+import os
+
+import depth_dense as dense
+import pytest
+import torch
+
+from tilewise import depth
+from tilewise.depth import reference as R
+from tilewise.testing import assert_within_budget
+
+assert os.environ.get("TRITON_INTERPRET") == "1"
+F64 = torch.float64
+DTYPES = [torch.float16, torch.float32]
+
+
+def make(n, S, T, d, dtype, correlation=0.0):
+    base = torch.randn(T, d)
+    v = [(correlation * base + (1 - correlation**2) ** 0.5 * torch.randn(T, d)).to(dtype) for _ in range(n)]
+    w, g, o = 2 * torch.randn(S, d) / d**0.5, 1 + 0.2 * torch.randn(S, d), 1 + 0.2 * torch.randn(d)
+    u, p = torch.randn(T, d).to(dtype), torch.randn(T, d).to(dtype)
+    return v, w, g, o, u, p
+
+
+def check(call, leaves, impl="triton"):
+    """Outputs and gradients of call(f, leaves) within the budget."""
+
+    def run(f, xs, **kw):
+        xs = [None if x is None else x.detach().clone().requires_grad_() for x in xs]
+        outs = call(f, xs, kw)
+        outs = outs if isinstance(outs, tuple) else (outs,)
+        torch.manual_seed(1)
+        seeds = [torch.randn(x.shape).half() for x in outs]
+        seeds = [s.to(x.dtype) for s, x in zip(seeds, outs, strict=True)]
+        live = [x for x in xs if x is not None]
+        grads = torch.autograd.grad(outs, live, seeds, allow_unused=True)
+        return [*outs, *(torch.zeros_like(x) if g is None else g for x, g in zip(live, grads, strict=True))]
+
+    got = run(depth, leaves, impl=impl)
+    low = run(dense, leaves)
+    exact = run(R, [None if x is None else x.double() for x in leaves])
+    # The interpreter adds a fused reduction one element after another, a GPU (and PyTorch) as a tree: fp32 rounding of
+    # sums over d is up to twice as large here. On a device the factor is 2.
+    factor = 4.0 if leaves[0].dtype == torch.float32 else 2.0
+    for k, xs in enumerate(zip(got, low, exact, strict=True)):
+        assert_within_budget(f"result {k}", *xs, factor=factor)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("n", "T", "d"), [(1, 3, 24), (5, 2, 40)])
+def test_mix(dtype, n, T, d):
+    v, w, g, *_ = make(n, 1, T, d, dtype)
+    check(lambda f, x, kw: f.mix(x[4:], x[0], x[1], **kw), [w[0], g[0], None, None, *v])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("first", [False, True])
+@pytest.mark.parametrize("norm", [False, True])
+def test_mix_update(dtype, first, norm):
+    v, w, g, o, u, p = make(3, 1, 3, 24, dtype)
+
+    def call(f, x, kw):
+        return f.mix_update(x[0], x[1], x[5:], x[2], x[3], x[4], output_eps=1e-3, **kw)
+
+    check(call, [u, None if first else p, w[0], g[0], o if norm else None, *v])
+
+
+def test_mix_of_many_sources():
+    v, w, _, o, u, p = make(18, 1, 2, 16, torch.float32)
+    check(lambda f, x, kw: f.mix_update(x[0], x[1], x[4:], x[2], None, x[3], **kw), [u, p, w[0], o, *v])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("n", "S", "T"), [(1, 1, 3), (3, 5, 9), (2, 16, 3), (17, 2, 5), (2, 18, 2)])
+def test_phase1(dtype, n, S, T):
+    v, w, g, *_ = make(n, S, T, 40, dtype, correlation=0.9)
+    check(lambda f, x, kw: f.phase1(x[2:], x[0], x[1], **kw), [w, g, *v])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("first", [False, True])
+@pytest.mark.parametrize("norm", [False, True])
+def test_phase2(dtype, first, norm):
+    v, w, g, o, u, p = make(2, 1, 5, 24, dtype)
+    o1, lse = R.phase1(v, w)
+
+    def call(f, x, kw):
+        return f.phase2(x[0], x[1], x[2], x[3], x[4], x[5], x[6], output_eps=1e-3, **kw)
+
+    check(call, [u, None if first else p, o1[0], lse[0], w[0], g[0], o if norm else None])
+    check(lambda f, x, kw: f.phase2_first(x[0], x[1], **kw), [o1[0], o])
+
+
+def test_a_bank_equals_a_list_and_scattered_rows():
+    bank = torch.randn(4, 3, 2 * 24)[:, :, :24]
+    w = torch.randn(3, 24)
+    for f in (lambda v: depth.phase1(v, w, impl="triton")[0], lambda v: depth.mix(v, w[0], impl="triton")):
+        expected = f([x.clone() for x in bank])
+        assert torch.equal(f(bank), expected)
+        assert torch.equal(f([bank[0], bank[1].clone(), bank[2], bank[3]]), expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_scores_ahead(dtype):
+    v, w, g, _, u, p = make(2, 5, 5, 40, dtype)
+    b, s = depth.complete(u, p, w, g, impl="triton")
+    assert torch.equal(b, u + p)
+    s = torch.cat([depth.scores(v, w, g, impl="triton"), s[:, None]], 1)
+    exact = R.scores([x.double() for x in (*v, b)], w.double(), g.double())
+    torch.testing.assert_close(s.double(), exact, atol=2e-5, rtol=1e-4)
+    got = depth.phase1_from_scores([*v, b], s[1:4], impl="triton")
+    low, exact = (
+        dense.phase1([*v, b], w[1:4], g[1:4]),
+        R.phase1([x.double() for x in (*v, b)], w[1:4].double(), g[1:4].double()),
+    )
+    for name, *xs in zip(("o1", "lse"), got, low, exact, strict=True):
+        assert_within_budget(name, *xs)
+
+
+@pytest.mark.parametrize(("n", "write", "delta"), [(0, -1, True), (2, 3, True), (4, -1, False)])
+def test_serving_contract(n, write, delta):
+    T, NB, d = 3, 4, 24
+    store = torch.randn(T, d + 8).half()
+    prefix, bank = store[:, 8:], torch.randn(T, NB, 2 * d).half()[:, :, d:]
+    change = torch.randn(T, d).half() if delta else None
+    args = 1 + 0.1 * torch.randn(d), torch.randn(d) / 4, torch.rand(d) + 0.5, n, write, 1e-5, 1e-4
+    p2, b2 = prefix.clone(), bank.clone()
+    expected = R.fused_attn_res(p2, change, b2, *args)
+    y = depth.fused_attn_res(prefix, change, bank, *args, impl="triton")
+    torch.testing.assert_close(y, expected, atol=2e-3, rtol=2e-3)
+    assert torch.equal(prefix, p2)
+    assert torch.equal(bank, b2)
+
+
+def test_no_tokens():
+    v = [torch.randn(0, 24) for _ in range(2)]
+    assert depth.mix(v, torch.zeros(24), impl="triton").shape == (0, 24)
+    assert depth.phase1(v, torch.zeros(2, 24), impl="triton")[0].shape == (2, 0, 24)
