@@ -1,0 +1,74 @@
+"""Triton implementation of :func:`tilewise.attention`: what it can run, its forward and its backward.
+
+One tiled core (:mod:`.core`) serves every relative term; :mod:`.plan` lays a call out for it. Exact, deterministic (no
+atomics: two calls agree bit for bit), 64-bit offsets; lengths, offsets and windows are run-time values.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ..call import Call
+from .plan import MOST
+
+__all__ = ["backward", "forward", "why_not"]
+
+WIDEST = 256
+"""The widest head: a tile holds whole rows."""
+
+
+def why_not(call: Call) -> list[str]:
+    """The reasons for which these kernels cannot run the call; empty if they can."""
+    reasons = []
+    q, v = call.q, call.v
+    if q.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+        reasons.append(f"q is {q.dtype}; the kernels take float16, bfloat16 and float32")
+    widths = {"q": q.shape[3], "v": v.shape[3]}
+    widths.update(
+        {f"the left factor of term {n}": p.table.shape[-1] for n, p in enumerate(call.ports) if p.kind == "query"}
+    )
+    for name, width in widths.items():
+        if width > WIDEST:
+            reasons.append(f"{name} has width {width}; the kernels take at most {WIDEST}")
+    if not call.scale >= 0.0:
+        reasons.append(f"scale is {call.scale}; the kernels take scales ≥ 0 (negate q instead)")
+    score = sum(p.kind != "value" for p in call.ports)
+    if score > MOST:
+        reasons.append(f"{score} terms add to the score; the kernels take at most {MOST}")
+    if len(call.ports) - score > 2:
+        reasons.append(f"{len(call.ports) - score} terms add to the output; the kernels take at most 2")
+    if max(q.shape[2], call.k.shape[2]) + abs(call.offset) >= 2**29:
+        reasons.append(f"the lengths {q.shape[2]} and {call.k.shape[2]} reach 2**29 positions")
+    return reasons
+
+
+def forward(call: Call, o: torch.Tensor, lse: torch.Tensor) -> None:
+    """Write O and lse of the call; buffers may hold anything."""
+    from .passes import forward as run
+
+    if call.k.shape[2] == 0:
+        o.zero_()
+        lse.fill_(float("-inf"))
+        return
+    with _device(call.q):
+        run(call, o, lse)
+
+
+def backward(
+    call: Call, do: torch.Tensor, dlse: torch.Tensor | None, o: torch.Tensor, lse: torch.Tensor, need: list[bool],
+    grads: list[torch.Tensor],
+) -> None:  # fmt: skip
+    """Write the gradients that `need` asks for (of q, k, v, then each port's tensors); other buffers stay untouched."""
+    from .gradients import backward as run
+
+    if call.k.shape[2] == 0:
+        for wanted, grad in zip(need, grads, strict=True):
+            if wanted:
+                grad.zero_()
+        return
+    with _device(call.q):
+        run(call, do, dlse, o, lse, need, grads)
+
+
+def _device(q: torch.Tensor):
+    return torch.cuda.device(q.device) if q.device.type == "cuda" else torch.no_grad()

@@ -1,0 +1,213 @@
+"""After the tile loops: gradients of tables and of what they multiply, from dS in the skewed buffer.
+
+Each entry of dS was written once and is read by row (fold) and by column (collect), always in the same order; a table
+row's gradient is then the sum over its columns' residues and its ends (reduce). No atomics: repeats are bitwise equal.
+"""
+
+import triton
+import triton.language as tl
+
+from .project import ends, stored
+
+_RUNTIME = [
+    "scale", "H", "G", "h0", "heads", "B", "rows", "others", "offset", "ahead", "behind", "shift", "cmin", "span",
+    "batch", "length", "R", "blocks", "T", "shared", "first", "last",
+]  # fmt: skip
+
+
+@triton.jit(do_not_specialize=_RUNTIME)
+def fold(dz, table, columns_of, acc, sums, out, ranges, th, tr, sa, so, left_row, right_row, scale, head, stride, H, G,
+         h0, heads, B, rows, others, offset, ahead, behind, shift, cmin, span, batch, D: tl.constexpr,
+         BD: tl.constexpr, WM: tl.constexpr, WN: tl.constexpr, TM: tl.constexpr, CB: tl.constexpr,
+         SIZE: tl.constexpr, RANGED: tl.constexpr, ACC: tl.constexpr, SUMS: tl.constexpr, SCALAR: tl.constexpr,
+         STAGES: tl.constexpr):  # fmt: skip
+    """out_r = scale · (acc_r + Σ_column dz[r, column] · table[φ(column)] + Σ_side sums[side, r] · table[end]).
+
+    The G heads that share a key head are summed, in order. SCALAR: the table's rows are numbers (D = 1).
+    """
+    tiles = (rows + 8 * TM - 1) // (8 * TM) * 8
+    pid = tl.program_id(0) % tiles
+    n = tl.program_id(0) // tiles
+    groups = heads // G
+    b = n // groups
+    hg = n % groups
+    rho = pid % 8
+    cmin = cmin // 16 * 16
+    first = pid // 8 * (8 * TM)
+    t = tl.arange(0, TM)
+    r = first + rho + 8 * t
+    d = tl.arange(0, BD)
+    cc = tl.arange(0, CB)
+    lo, hi = stored(r, ranges, batch, b, rows, others, offset, ahead, behind, shift, WM, WN, SIZE, RANGED)
+    some = hi > lo
+    cfrom = tl.min(tl.where(some, lo - r, 2**30), 0)
+    cto = tl.max(tl.where(some, hi - r, -(2**30)), 0)
+    bfrom = tl.maximum(cfrom - cmin + rho, 0) // CB
+    bto = tl.minimum((tl.maximum(cto - cmin + rho, 0) + CB - 1) // CB, span // CB)
+    total = tl.zeros([TM, BD], tl.float32)
+    number = tl.zeros([TM], tl.float32)
+    group = h0 // G + hg
+    if ACC:
+        at = acc + tl.cast(b, tl.int64) * sa[0] + tl.cast(group, tl.int64) * sa[1] + r.to(tl.int64)[:, None] * sa[2]
+        total = tl.load(at + d[None, :], mask=(r[:, None] < rows) & (d[None, :] < D), other=0.0).to(tl.float32)
+    for h in range(group * G, group * G + G):
+        zrow = dz + tl.cast(b * heads + h - h0, tl.int64) * head + r.to(tl.int64) * stride
+        rows_of_h = table + tl.cast(h, tl.int64) * th
+        for block in tl.range(bfrom, bto, num_stages=STAGES):
+            row = tl.load(columns_of + block * CB + cc - rho)
+            place = (first + 8 * t + (cmin + block * CB))[:, None] + cc[None, :]
+            inside = (place >= lo[:, None]) & (place < hi[:, None])
+            ds = tl.load(zrow[:, None] + place, mask=inside, other=0.0)
+            if SCALAR:
+                value = tl.load(rows_of_h + row * tr, mask=row >= 0, other=0.0).to(tl.float32)
+                number += tl.sum(ds.to(tl.float32) * value[None, :], 1)
+            else:
+                at = rows_of_h + row[:, None] * tr + d[None, :]
+                right = tl.load(at, mask=(row[:, None] >= 0) & (d[None, :] < D), other=0.0)
+                total = tl.dot(ds, right, total, input_precision="ieee")
+        if SUMS:
+            for side in tl.static_range(2):
+                end = left_row
+                if side == 1:
+                    end = right_row
+                at = tl.cast((side * B + b) * H + h, tl.int64) * rows + r
+                sigma = tl.load(sums + at, mask=r < rows, other=0.0)
+                if SCALAR:
+                    number += sigma * tl.load(rows_of_h + end * tr, mask=end >= 0, other=0.0).to(tl.float32)
+                else:
+                    value = tl.load(rows_of_h + end * tr + d, mask=(end >= 0) & (d < D), other=0.0).to(tl.float32)
+                    total += sigma[:, None] * value[None, :]
+    at = out + tl.cast(b, tl.int64) * so[0] + tl.cast(group, tl.int64) * so[1] + r.to(tl.int64) * so[2]
+    if SCALAR:
+        tl.store(at, (number * scale).to(out.dtype.element_ty), mask=r < rows)
+    else:
+        tl.store(at[:, None] + d[None, :], (total * scale).to(out.dtype.element_ty),
+                 mask=(r[:, None] < rows) & (d[None, :] < D))  # fmt: skip
+
+
+@triton.jit(do_not_specialize=_RUNTIME)
+def collect(dz, x, out, ranges, sx, head, stride, H, G, h0, heads, B, rows, others, offset, ahead, behind, shift, cmin,
+            length, batch, D: tl.constexpr, BD: tl.constexpr, WM: tl.constexpr, WN: tl.constexpr, TM: tl.constexpr,
+            CB: tl.constexpr, SIZE: tl.constexpr, RANGED: tl.constexpr, SCALAR: tl.constexpr, GATED: tl.constexpr,
+            STAGES: tl.constexpr):  # fmt: skip
+    """out[h, ρ, c] = Σ over batch and rows r ≡ ρ of dz[r, cmin + c − ρ] · x_r (SCALAR: · gate_r, or 1)."""
+    block = tl.program_id(0)
+    local = tl.program_id(1) // 8
+    rho = tl.program_id(1) % 8
+    h = h0 + local
+    t = tl.arange(0, TM)
+    d = tl.arange(0, BD)
+    cc = tl.arange(0, CB)
+    total = tl.zeros([CB, BD], tl.float32)
+    number = tl.zeros([CB], tl.float32)
+    column = cmin // 16 * 16 + block * CB
+    # Rows whose entries at these columns lie among the others at all.
+    tiles = (rows + 8 * TM - 1) // (8 * TM)
+    n0 = tl.maximum(shift - column - CB - 8 * TM, 0) // (8 * TM)
+    n1 = tl.minimum(tl.maximum(shift + others + WN - column, 0) // (8 * TM) + 1, tiles)
+    for b in range(0, B):
+        zhead = dz + tl.cast(b * heads + local, tl.int64) * head
+        xhead = x + tl.cast(b, tl.int64) * sx[0] + tl.cast(h // G, tl.int64) * sx[1]
+        for n in tl.range(n0, n1, num_stages=STAGES):
+            first = n * (8 * TM)
+            r = first + rho + 8 * t
+            lo, hi = stored(r, ranges, batch, b, rows, others, offset, ahead, behind, shift, WM, WN, SIZE, RANGED)
+            place = (first + 8 * t + column)[:, None] + cc[None, :]
+            inside = (place >= lo[:, None]) & (place < hi[:, None])
+            ds = tl.load(zhead + (r.to(tl.int64) * stride)[:, None] + place, mask=inside, other=0.0)
+            if SCALAR:
+                value = ds.to(tl.float32)
+                if GATED:
+                    value *= tl.load(xhead + r.to(tl.int64) * sx[2], mask=r < rows, other=0.0).to(tl.float32)[:, None]
+                number += tl.sum(value, 0)
+            else:
+                at = xhead + r.to(tl.int64)[:, None] * sx[2] + d[None, :]
+                right = tl.load(at, mask=(r[:, None] < rows) & (d[None, :] < D), other=0.0)
+                total = tl.dot(tl.trans(ds), right, total, input_precision="ieee")
+    at = tl.cast(local * 8 + rho, tl.int64) * length + block * CB + cc
+    if SCALAR:
+        tl.store(out + at, number)
+    else:
+        tl.store(out + at[:, None] * D + d[None, :], total, mask=d[None, :] < D)
+
+
+@triton.jit(do_not_specialize=_RUNTIME)
+def reduce(partial, order, starts, parts, sums, crossed, gate, scratch, grad, sgrad, sgate, left_row, right_row,
+           scale, H, h0, heads, B, length, R, T, blocks, shared, first, last, D: tl.constexpr, BD: tl.constexpr, N: tl.constexpr, SCALAR: tl.constexpr, GATED: tl.constexpr, ENDS: tl.constexpr,
+           PARTS: tl.constexpr, CROSS: tl.constexpr):  # fmt: skip
+    """grad[h, row] = scale · (Σ of the row's columns and residues + what the saturated sides add to end rows).
+
+    PARTS: the sides' sums come as one vector a block of `blocks` (the second includes the first), CROSS: less
+    Σ sums · Σ ends of the tables `crossed`, which the shifted factor had added; else they are Σ sums · gate, of T sums
+    a head. `shared` heads are summed into one table; `first` and `last` tell whether earlier and later launches add to
+    the same one through `scratch`.
+    """
+    row = tl.program_id(0)
+    head = tl.program_id(1)
+    d = tl.arange(0, BD)
+    n = tl.arange(0, N)
+    total = tl.zeros([N, BD], tl.float32)
+    number = tl.zeros([N], tl.float32)
+    a = tl.load(starts + row)
+    e = tl.load(starts + row + 1)
+    for local in range(head, head + tl.where(shared > 0, heads, 1)):
+        h = h0 + local
+        base = tl.cast(local, tl.int64) * 8 * length
+        for c in range(a, e, N // 8):
+            at = c + n // 8
+            column = tl.load(order + at, mask=at < e, other=0)
+            place = base + (n % 8) * length + column + n % 8
+            if SCALAR:
+                number += tl.load(partial + place, mask=at < e, other=0.0)
+            else:
+                total += tl.load(partial + place[:, None] * D + d[None, :],
+                                 mask=(at < e)[:, None] & (d[None, :] < D), other=0.0)  # fmt: skip
+        if ENDS:
+            for side in tl.static_range(2):
+                end = left_row
+                if side == 1:
+                    end = right_row
+                if row == end:
+                    for b in range(0, B):
+                        bh = b * H + h
+                        if PARTS:
+                            for c in range(0, blocks, N):
+                                at = ((tl.cast(bh, tl.int64) * blocks + c + n) * 2 + side)[:, None] * D + d[None, :]
+                                inside = (c + n < blocks)[:, None] & (d[None, :] < D)
+                                value = tl.load(parts + at, mask=inside, other=0.0)
+                                if side == 1:
+                                    value -= tl.load(parts + at - D, mask=inside, other=0.0)
+                                total += value
+                        if SCALAR or CROSS:
+                            sigma = tl.zeros([N], tl.float32)
+                            for c in range(0, T, N):
+                                inside = c + n < T
+                                at = sums + tl.cast((side * B + b) * H + h, tl.int64) * T + c + n
+                                value = tl.load(at, mask=inside, other=0.0)
+                                if GATED:
+                                    at = gate + tl.cast(b, tl.int64) * sgate[0] + tl.cast(h, tl.int64) * sgate[1]
+                                    at = at + (c + n) * sgate[2]
+                                    value *= tl.load(at, mask=inside, other=0.0).to(tl.float32)
+                                sigma += value
+                            if SCALAR:
+                                number += sigma
+                            else:
+                                total -= sigma[:, None] * ends(crossed, h, d, D, side)[None, :]
+    to = grad + tl.cast(tl.where(shared > 0, 0, h0 + head), tl.int64) * sgrad[0] + row * sgrad[1]
+    if SCALAR:
+        value = tl.sum(number, 0) * scale
+        if first == 0:
+            value += tl.load(scratch + row)
+        if last > 0:
+            tl.store(to, value.to(grad.dtype.element_ty))
+        else:
+            tl.store(scratch + row, value)
+    else:
+        value = tl.sum(total, 0) * scale
+        at = scratch + row * D + d
+        if first == 0:
+            value += tl.load(at, mask=d < D, other=0.0)
+        if last > 0:
+            tl.store(to + d * sgrad[2], value.to(grad.dtype.element_ty), mask=d < D)
+        else:
+            tl.store(at, value, mask=d < D)

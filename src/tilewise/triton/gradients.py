@@ -1,0 +1,272 @@
+"""The backward pass on the host: two passes of the tile loops, then the gradients of tables and left factors."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+import triton
+from torch import Tensor
+
+from ..call import Call
+from .config import Tiles, backward_tiles, projection_tiles
+from .core import grad_key, grad_query
+from .fold import collect, reduce
+from .launch import launch
+from .masks import BLOCK
+from .passes import fold_rows, prepare_rows, project_scores, shifted, store_probabilities, terms_of
+from .plan import Buffer, Layout, Source, padded
+from .terms import Geometry, Store, column_rows
+
+__all__ = ["backward"]
+
+
+def backward(
+    call: Call, do: Tensor, dlse: Tensor | None, o: Tensor, lse: Tensor, need: list[bool], grads: list[Tensor]
+):
+    """See :func:`tilewise.triton.backward`."""
+    if any(need):
+        _Backward(call, do, dlse, o, lse, need, grads).run()
+
+
+class _Backward:
+    """One backward call: what is wanted, the buffers that outlive a launch, and the steps for a share of the heads."""
+
+    def __init__(self, call, do, dlse, o, lse, need, grads):
+        self.L = L = Layout(call)
+        self.lse, self.g, self.o = lse, Source(do), Source(o)
+        self.dlse = dlse
+        self.need_q, self.need_k, self.need_v = need[:3]
+        self.dq, self.dk, self.dv = grads[:3]
+        rest = iter(zip(need[3:], grads[3:], strict=True))
+        self.table, self.left = {}, {}
+        for n, port in enumerate(L.ports):
+            for name in ("table", "left")[: len(port.tensors)]:
+                wanted, grad = next(rest)
+                if wanted:
+                    getattr(self, name)[n] = grad
+        kind = lambda *kinds: [n for n, p in enumerate(L.ports) if p.kind in kinds]  # noqa: E731
+        wanted = lambda n: n in self.table or n in self.left  # noqa: E731
+        self.own = [n for n in kind("query") if L.ports[n].left is None]
+        # Whose gradients come from dS by queries (and by keys), and who shares in dQ or dK.
+        self.by_query = [n for n in kind("scalar", "query") if wanted(n) or (n in self.own and self.need_q)]
+        self.by_key = [n for n in kind("key") if n in self.table or self.need_k]
+        self.by_value = [n for n in L.values if n in self.table]
+        self.qtables, self.ktables, self.vtables = L.shifting("key"), L.shifting("query"), L.shifting("value")
+        self.parts_q = any(n in self.table for n in kind("key")) and bool(self.qtables)
+        self.parts_k = any(n in self.table for n in self.own) and bool(self.ktables)
+        self.cross = bool(self.qtables) and bool(self.ktables) and (self.parts_q or self.parts_k)
+        self.sums = self._sums()
+        self.tiles_q, self.tiles_k = self._tiles(False), self._tiles(True)
+        self.shape = projection_tiles(max(L.BD, L.BV), L.bytes, L.Tk, L.sides)
+
+    def _tiles(self, keyed: bool) -> Tiles:
+        L = self.L
+        return backward_tiles(max(L.BD, L.BV), L.bytes, L.kinds, keyed, L.limits)
+
+    def _sums(self) -> str:
+        """Which sums of dS over a saturated side the end rows need: none, one a block of queries, or one a query."""
+        L = self.L
+        ended = [n for n in self.by_query if L.sides and max(L.ends[n]) >= 0 and n not in self.own]
+        if any(L.ports[n].left is not None for n in ended):
+            return "row"
+        return "block" if ended or self.cross else "none"
+
+    def run(self):
+        L = self.L
+        new = lambda *shape: torch.empty(*shape, dtype=torch.float32, device=L.device)  # noqa: E731
+        B, H = L.B, L.H
+        qx, kx, vx = (
+            shifted(L, x, bool(t)) for x, t in ((L.q, self.qtables), (L.k, self.ktables), (L.v, self.vtables))
+        )
+        self.qx, self.kx, self.vx = qx, kx, vx
+        self.ls, self.delta = new(3, B, H, L.Tq), new(B, H, L.Tq)
+        self.tma = L.limits.descriptors and all(s.describable for s in (L.q, L.k, L.v, self.g))
+        self.blocks_q = triton.cdiv(L.Tq, self.tiles_q.queries)
+        self.blocks_k = triton.cdiv(L.Tk, self.tiles_k.keys)
+        self.sum_buffer = new(2, B, H, {"none": 0, "block": self.blocks_q, "row": L.Tq}[self.sums])
+        self.query_parts = new(B, H, self.blocks_q, 2, L.d) if self.parts_q else None
+        self.key_parts = new(B, H, self.blocks_k, 2, L.d) if self.parts_k else None
+        self.value_parts = new(B, H, self.blocks_k, 2, L.dv) if self.vtables else None
+        self.dq32 = new(B, H, L.Tq, L.d) if self.own and self.need_q else None
+        self.dk32 = new(B, L.Hk, L.Tk, L.d) if self.by_key and self.need_k else None
+        self.scratch = {n: new(*grad.shape[1:]) for n, grad in self.table.items() if grad.shape[0] == 1}
+
+        tile = (BLOCK, BLOCK)
+        buffers = len([n for n in L.score if L.ports[n].kind != "scalar"]) + len(L.values)
+        buffers += bool(self.by_query) + bool(self.by_key) + bool(self.by_value)
+        head = max(L.geometry(False, tile).head, L.geometry(True, tile).head)
+        heads = L.heads_at_once(buffers * B * head * L.bytes)
+        self.shares = [(h0, min(heads, H - h0)) for h0 in range(0, H, heads)]
+        first = True
+        for h0, share in self.shares:
+            self._share(h0, share, first)
+            first = False
+
+    def _share(self, h0: int, heads: int, first: bool):
+        """Every step for query heads h0 … h0 + heads − 1 of all batches."""
+        L = self.L
+        made = project_scores(L, (BLOCK, BLOCK), h0, heads, self.shape)
+        if first:
+            self._prepare(made)
+        values = {}
+        for n in L.values:
+            values[n] = L.buffer(L.geometry(False, (BLOCK, BLOCK)), heads, L.dtype)
+            L.project(n, self.g, 1, values[n], 1.0, h0, heads, (BLOCK, BLOCK), self.shape)
+        dz_q = L.buffer(L.geometry(False, (BLOCK, BLOCK)), heads, L.dtype) if self.by_query else None
+        dz_k = L.buffer(L.geometry(True, (BLOCK, BLOCK)), heads, L.dtype) if self.by_key else None
+        if self.need_k or self.need_v or dz_k or self.parts_k or self.by_value:
+            self._key_pass(made, values, dz_k, h0, heads)
+        if self.need_q or dz_q or self.parts_q or self.sums != "none":
+            self._query_pass(made, values, dz_q, h0, heads)
+        last = (h0, heads) == self.shares[-1]
+        keys = [n for n in L.score if L.ports[n].kind == "key"]
+        for ports, dz, acc, out in ((self.own, dz_q, self.dq32, self.dq), (keys, dz_k, self.dk32, self.dk)):
+            if acc is not None:
+                for n in ports:
+                    to, scale = (out, L.call.scale) if n == ports[-1] else (acc, 1.0)
+                    fold_rows(L, n, dz, acc, None, to, scale, h0, heads, L.G if ports is keys else 1, self.shape)
+        for n, grad in self.left.items():
+            scalar = L.ports[n].kind == "scalar"
+            sums = self.sum_buffer if self.sums == "row" and L.sides and max(L.ends[n]) >= 0 else None
+            out = grad.unsqueeze(-1) if scalar else grad
+            fold_rows(L, n, dz_q, None, sums, out, 1.0 if scalar else L.call.scale, h0, heads, 1, self.shape)
+        P = None
+        if self.by_value:
+            P = store_probabilities(L, made, self.lse, self.tiles_q, h0, heads, self.tma)
+        sources = {"scalar": dz_q, "query": dz_q, "key": dz_k, "value": P}
+        for n in self.table:
+            self._table(n, sources[L.ports[n].kind], h0, heads, first, last)
+
+    def _prepare(self, made: dict):
+        L = self.L
+        # What the shifted factors do not carry: scalars, and queries' own left factors.
+        loose = {n: m for n, m in made.items() if n not in self.own and L.ports[n].kind != "key"} if L.sides else {}
+        functions, terms, _ = terms_of(L, loose, self.tiles_q, False)
+        prepare_rows(
+            L, self.qx, self.kx, self.vx, (self.g, self.o, self.lse, self.dlse, self.ls, self.delta), self.qtables,
+            self.ktables, self.vtables, functions, terms,
+        )  # fmt: skip
+
+    def _shared_args(self, made: dict, values: dict, dz: Buffer | None, tiles: Tiles, keyed: bool):
+        """The middle of both passes' argument lists: terms, values and where dS goes."""
+        L = self.L
+        functions, terms, zs = terms_of(L, made, tiles, self.tma)
+        vfunctions, vterms, ys = terms_of(L, values, tiles, self.tma, 2)
+        store, z = Store(L.anchor, 0, 0, 0, 0), None
+        if dz is not None:
+            store = L.storing(dz)
+            z = dz.descriptor(*((tiles.keys, tiles.queries) if keyed else (tiles.queries, tiles.keys)), self.tma)
+        bands = tuple(f[0] for f in functions), tuple(f[0] for f in vfunctions)
+        return bands, (terms, *zs, vterms, *ys, store, z)
+
+    def _meta(self, bands, tiles: Tiles):
+        L = self.L
+        return dict(
+            D=L.d, DV=L.dv, BD=L.BD, BV=L.BV, BM=tiles.queries, BN=tiles.keys, UNIT=BLOCK, BANDS=bands[0],
+            VALUES=bands[1], BAND=bool(L.ports), SIDES=L.sides, SHIFT_Q=bool(self.qtables), SHIFT_K=bool(self.ktables),
+            SHIFT_V=bool(self.vtables), RANGED=L.mask.ranged, ELEMENTWISE=L.mask.elementwise,
+            DROPOUT=L.call.dropout_p > 0.0, TMA=self.tma, STAGES=tiles.stages, BAND_STAGES=tiles.band_stages,
+            num_warps=tiles.warps, num_stages=tiles.stages,
+        )  # fmt: skip
+
+    def _sizes(self, h0: int, heads: int):
+        L = self.L
+        return (
+            L.inverse, L.drop, L.H, L.G, h0, heads, L.B, L.Tq, L.Tk, L.call.offset, L.lo, L.hi, L.mask.left,
+            L.mask.right, L.mask.batch,
+        )  # fmt: skip
+
+    def _tiles_of(self, tiles: Tiles):
+        """q, k, v, dO and the shifted q, k, v, as rows of these tiles."""
+        L = self.L
+        m, n = tiles.queries, tiles.keys
+        sources = ((L.q, m, L.BD), (L.k, n, L.BD), (L.v, n, L.BV), (self.g, m, L.BV), (self.qx, m, L.BD),
+                   (self.kx, n, L.BD), (self.vx, n, L.BV))  # fmt: skip
+        return [x(rows, width, self.tma) for x, rows, width in sources], [x.strides for x, _, _ in sources]
+
+    def _query_pass(self, made, values, dz, h0, heads):
+        L, tiles = self.L, self.tiles_q
+        bands, middle = self._shared_args(made, values, dz, tiles, False)
+        rows, strides = self._tiles_of(tiles)
+        out, tau = (self.dq32, 1.0) if self.dq32 is not None else (self.dq, L.call.scale)
+        if not self.need_q:
+            out = torch.empty(L.B, L.H, L.Tq, L.d, dtype=L.dtype, device=L.device)
+        launch(
+            grad_query, (self.blocks_q * L.B * heads,), *rows, out, self.ls, self.delta, *middle, self.sum_buffer,
+            L.anchor if self.query_parts is None else self.query_parts, L.mask.rule, L.mask.queries, L.seed, *strides,
+            out.stride()[:3], L.c, tau, *self._sizes(h0, heads), STORE=dz is not None, SUMS=self.sums,
+            PARTS=self.parts_q, MASKED=L.masked(max(BLOCK, tiles.keys)), **self._meta(bands, tiles),
+        )  # fmt: skip
+
+    def _key_pass(self, made, values, dz, h0, heads):
+        L, tiles = self.L, self.tiles_k
+        bands, middle = self._shared_args(made, values, dz, tiles, True)
+        rows, strides = self._tiles_of(tiles)
+        dk, tau = (self.dk32, 1.0) if self.dk32 is not None else (self.dk, L.call.scale)
+        spare = lambda d: torch.empty(L.B, L.Hk, L.Tk, d, dtype=L.dtype, device=L.device)  # noqa: E731
+        dk = dk if self.need_k else spare(L.d)
+        dv = self.dv if self.need_v else spare(L.dv)
+        parts = [L.anchor if p is None else p for p in (self.key_parts, self.value_parts)]
+        launch(
+            grad_key, (self.blocks_k * L.B * (heads // L.G),), *rows, dk, dv, self.ls, self.delta, *middle, *parts,
+            L.mask.rule, L.mask.keys, L.seed, *strides, dk.stride()[:3], dv.stride()[:3], L.c, tau,
+            *self._sizes(h0, heads), STORE=dz is not None, PARTS=self.parts_k, SHARED=L.G > 1, MASKED=L.masked(),
+            **self._meta(bands, tiles),
+        )  # fmt: skip
+
+    def _table(self, n: int, dz: Buffer, h0: int, heads: int, first: bool, last: bool):
+        """The gradient of port n's table, from the buffer of dS (or P) that its kind reads."""
+        L, g, port, grad = self.L, dz.geometry, self.L.ports[n], self.table[n]
+        scalar = port.kind == "scalar"
+        x = {"scalar": L.lefts[n], "query": L.lefts[n], "key": L.k, "value": self.g}[port.kind]
+        group = L.G if port.kind == "key" else 1
+        width = 1 if scalar else grad.shape[2]
+        TM, CB, warps, stages = self.shape
+        length = -(-(g.last - g.first + 8) // CB) * CB
+        partial = torch.empty(heads, 8, length, width, dtype=torch.float32, device=L.device)
+        offset, ahead, behind = L.band_args(g)
+        launch(
+            collect, (length // CB, heads * 8), dz.memory, L.anchor if x is None else x.x, partial, L.ranges(g.keyed),
+            (0, 0, 0) if x is None else x.strides, g.head, g.stride, L.H, group, h0, heads, L.B, g.rows, g.others,
+            offset, ahead, behind, g.shift, g.first, length, L.mask.batch, D=width, BD=padded(width), WM=BLOCK,
+            WN=BLOCK, TM=TM, CB=CB, SIZE=BLOCK, RANGED=L.mask.ranged, SCALAR=scalar, GATED=scalar and x is not None,
+            STAGES=stages, num_warps=warps,
+        )  # fmt: skip
+        order, starts = _by_row(port.rows, g, grad.shape[1], L.device)
+        left, right = L.ends[n]
+        ended = L.sides and max(left, right) >= 0
+        parts, blocks, crossed = self._end_parts(n) if ended and not scalar else (L.anchor, 0, ())
+        shared = grad.shape[0] == 1
+        gate = x if scalar else None
+        launch(
+            reduce, (grad.shape[1], 1 if shared else heads), partial, order, starts, parts, self.sum_buffer, crossed,
+            L.anchor if gate is None else gate.x, self.scratch.get(n, self.sum_buffer), grad,
+            (*grad.stride(), 1)[:3], (0, 0, 0) if gate is None else gate.strides, left, right,
+            1.0 if port.kind in ("scalar", "value") else L.call.scale, L.H, h0, heads, L.B, length, grad.shape[1],
+            self.sum_buffer.shape[-1], blocks, int(shared), int(first or not shared), int(last or not shared), D=width,
+            BD=padded(width), N=256 if scalar else 32, SCALAR=scalar, GATED=gate is not None, ENDS=ended,
+            PARTS=ended and not scalar, CROSS=bool(crossed), num_warps=4 if scalar else 2,
+        )  # fmt: skip
+
+    def _end_parts(self, n: int):
+        """(sums over the saturated sides as vectors, how many a head, tables whose ends the other factor had added)."""
+        L, port = self.L, self.L.ports[n]
+        if port.kind == "key":
+            return self.query_parts, self.blocks_q, self.ktables
+        if port.kind == "value":
+            return self.value_parts, self.blocks_k, ()
+        if n in self.own:
+            return self.key_parts, self.blocks_k, self.qtables
+        # A left factor of its own: Σ_i sums_i · left_i, cumulated over the sides as the passes do it.
+        left = L.lefts[n].x.to(torch.float32)
+        return (self.sum_buffer[..., None, :] @ left).squeeze(-2).cumsum(0).permute(1, 2, 0, 3).contiguous(), 1, ()
+
+
+@lru_cache(maxsize=128)
+def _by_row(rows, geometry: Geometry, R: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Columns (from geometry.first) in the order of their table rows, and where each of the R rows starts (int32)."""
+    row = column_rows(rows, geometry, geometry.first, geometry.last, device)
+    ordered, order = torch.sort(row, stable=True)
+    starts = torch.searchsorted(ordered, torch.arange(R + 1, dtype=torch.int32, device=device))
+    return order.to(torch.int32), starts.to(torch.int32)

@@ -1,0 +1,161 @@
+"""The forward pass on the host: shifted tiles, projections, the tile loops, and the fold of value-side terms."""
+
+from __future__ import annotations
+
+import torch
+import triton
+from torch import Tensor
+
+from ..call import Call
+from .config import Tiles, backward_tiles, forward_tiles, projection_tiles
+from .core import attend, probabilities
+from .fold import fold
+from .launch import launch
+from .masks import BLOCK
+from .plan import MOST, Buffer, Layout, Source, padded
+from .project import prepare
+
+__all__ = ["fold_rows", "forward", "prepare_rows", "project_scores", "shifted", "store_probabilities", "terms_of"]
+
+
+def forward(call: Call, o: Tensor, lse: Tensor) -> None:
+    """See :func:`tilewise.triton.forward`."""
+    L = Layout(call)
+    tiles = forward_tiles(max(L.BD, L.BV), L.bytes, L.Tk, L.kinds, L.sides, L.limits)
+    qtables, vtables = L.shifting("key"), L.shifting("value")
+    qx = shifted(L, L.q, bool(qtables))
+    vx = shifted(L, L.v, bool(vtables))
+    if qtables or vtables:
+        prepare_rows(L, qx, None, vx, None, qtables, (), vtables)
+    tma = L.limits.descriptors and all(s.describable for s in (L.q, L.k, L.v))
+    # Value-side terms add their band afterwards: until then O stays in fp32.
+    out = torch.empty(L.B, L.H, L.Tq, L.dv, dtype=torch.float32, device=L.device) if L.values else o
+    per_head = sum(
+        L.B * L.geometry(L.ports[n].kind == "key", L.block_of(tiles)).head
+        for n in L.score
+        if L.ports[n].kind != "scalar"
+    )
+    heads = L.heads_at_once(per_head * L.zdtype.itemsize)
+    shape = projection_tiles(max(L.BD, L.BV), L.bytes, L.Tk, L.sides)
+    for h0 in range(0, L.H, heads):
+        share = min(heads, L.H - h0)
+        made = project_scores(L, L.block_of(tiles), h0, share, shape)
+        functions, terms, zs = terms_of(L, made, tiles, tma)
+        launch(
+            attend, (triton.cdiv(L.Tq, tiles.queries) * L.B * share,), L.q(tiles.queries, L.BD, tma),
+            L.k(tiles.keys, L.BD, tma), L.v(tiles.keys, L.BV, tma), qx(tiles.queries, L.BD, tma),
+            vx(tiles.keys, L.BV, tma), out, lse, terms, *zs, L.mask.rule, L.mask.queries, L.seed, L.q.strides,
+            L.k.strides, L.v.strides, qx.strides, vx.strides, out.stride()[:3], L.c, L.inverse, L.drop, L.H, L.G, h0,
+            share, L.B, L.Tq, L.Tk, call.offset, L.lo, L.hi, L.mask.left, L.mask.right, L.mask.batch, D=L.d, DV=L.dv,
+            BD=L.BD, BV=L.BV, BM=tiles.queries, BN=tiles.keys, UNIT=BLOCK, BANDS=tuple(f[0] for f in functions),
+            EDGES=tuple(f[1] for f in functions) if L.sides else (), BAND=bool(L.ports), SIDES=L.sides,
+            SHIFT_Q=bool(qtables), SHIFT_V=bool(vtables), RANGED=L.mask.ranged, MASKED=L.masked(L.block_of(tiles)[1]),
+            ELEMENTWISE=L.mask.elementwise, DROPOUT=call.dropout_p > 0.0, TMA=tma, STAGES=tiles.stages,
+            BAND_STAGES=tiles.band_stages, num_warps=tiles.warps, num_stages=tiles.stages,
+        )  # fmt: skip
+    if L.values:
+        _fold_values(L, out, o, lse, shape, tma)
+
+
+def shifted(L: Layout, x: Source, wanted: bool) -> Source:
+    """Room for x + each end's rows, [2·B, H, T, d]; x itself where nothing shifts it."""
+    if not wanted:
+        return x
+    T, d = x.x.shape[2:]
+    return Source(torch.empty(2 * L.B, L.H, T, d, dtype=L.dtype, device=L.device))
+
+
+def prepare_rows(L, qx, kx, vx, grads, qtables, ktables, vtables, functions=(), terms=()) -> None:
+    """Launch :func:`.project.prepare`. grads: (do, o, lse, dlse, ls, delta), or None before the forward pass."""
+    do, o, lse, dlse, ls, delta = grads or (L.q, L.q, L.anchor, None, L.anchor, L.anchor)
+    keyed = bool(ktables or vtables)
+    blocks = triton.cdiv(max(L.Tq, L.Tk), 64)
+    launch(
+        prepare, (blocks * L.B * L.H, 2 if keyed else 1), L.q.x, L.k.x, L.v.x, do.x, o.x, lse,
+        L.anchor if dlse is None else dlse, qx.x, (kx or qx).x, vx.x, ls, delta, terms, qtables, ktables, vtables,
+        L.q.strides, L.k.strides, L.v.strides, do.strides, o.strides, (0, 0, 0) if dlse is None else dlse.stride(), L.c,
+        L.H, L.G, L.B, L.Tq, L.Tk, D=L.d, DV=L.dv, BD=L.BD, BV=L.BV, N=64, EDGES=tuple(f[1] for f in functions),
+        SIDES=L.sides, SHIFT_Q=bool(qtables), SHIFT_K=bool(ktables), SHIFT_V=bool(vtables), GRADS=grads is not None,
+        DLSE=dlse is not None, num_warps=4,
+    )  # fmt: skip
+
+
+def project_scores(L: Layout, block: tuple[int, int], h0: int, heads: int, shape) -> dict:
+    """By port, what the score terms' tiles are read from: a skewed projection of heads h0 …, or a Toeplitz slab.
+
+    `block` is the (queries, keys) block on which bands are decided.
+    """
+    made = {}
+    for n in L.score:
+        port = L.ports[n]
+        if port.kind == "scalar":
+            made[n] = L.slab(n, block)
+            continue
+        keyed = port.kind == "key"
+        mine = block[::-1] if keyed else block
+        made[n] = L.buffer(L.geometry(keyed, mine), heads, L.zdtype)
+        x, group = (L.k, L.G) if keyed else (L.lefts[n], 1)
+        L.project(n, x, group, made[n], L.c, h0, heads, mine, shape)
+    return made
+
+
+def terms_of(L: Layout, made: dict, tiles: Tiles, tma: bool, most: int = MOST):
+    """(device functions, fields, `most` descriptors) of what :func:`project_scores` made, for these tiles."""
+    functions, terms, zs = [], [], []
+    for n, source in made.items():
+        make = L.toeplitz_term if L.ports[n].kind == "scalar" else L.skewed_term
+        function, term, z = make(n, source, tiles, tma)
+        functions.append(function)
+        terms.append(term)
+        zs.append(z)
+    return tuple(functions), tuple(terms), tuple(zs) + (None,) * (most - len(zs))
+
+
+def store_probabilities(L: Layout, made: dict, lse: Tensor, tiles: Tiles, h0: int, heads: int, tma: bool) -> Buffer:
+    """P of the band, as dropout leaves it, in a skewed buffer of q's dtype."""
+    out = L.buffer(L.geometry(False, (BLOCK, BLOCK)), heads, L.dtype)
+    functions, terms, zs = terms_of(L, made, tiles, tma)
+    launch(
+        probabilities, (triton.cdiv(L.Tq, tiles.queries) * L.B * heads,), L.q(tiles.queries, L.BD, tma),
+        L.k(tiles.keys, L.BD, tma), lse, terms, *zs, L.storing(out), out.descriptor(tiles.queries, tiles.keys, tma),
+        L.mask.rule, L.mask.queries, L.seed, L.q.strides, L.k.strides, L.c, L.inverse, L.drop, L.H, L.G, h0, heads, L.B,
+        L.Tq, L.Tk, L.call.offset, L.lo, L.hi, L.mask.left, L.mask.right, L.mask.batch, D=L.d, BD=L.BD,
+        BM=tiles.queries, BN=tiles.keys, UNIT=BLOCK, BANDS=tuple(f[0] for f in functions), SIDES=L.sides,
+        RANGED=L.mask.ranged, MASKED=L.masked(), DROPOUT=L.call.dropout_p > 0.0, TMA=tma, STAGES=tiles.stages,
+        num_warps=tiles.warps, num_stages=tiles.stages,
+    )  # fmt: skip
+    return out
+
+
+def fold_rows(L, n, buffer, acc, sums, out, scale, h0, heads, group, shape) -> None:
+    """out = scale · (acc + buffer · table of port n + sums · its end rows), by rows of the buffer's geometry."""
+    g, table = buffer.geometry, L.tables[n]
+    scalar = table.dim() == 2
+    TM, CB, warps, stages = shape
+    columns, span = L.columns(n, g, CB)
+    offset, ahead, behind = L.band_args(g)
+    width = 1 if scalar else table.shape[2]
+    left, right = L.ends[n]
+    launch(
+        fold, (8 * triton.cdiv(g.rows, 8 * TM) * L.B * (heads // group),), buffer.memory, table, columns,
+        out if acc is None else acc, L.anchor if sums is None else sums, out, L.ranges(g.keyed), L.head_stride(n),
+        table.stride(1), (0, 0, 0) if acc is None else acc.stride()[:3], out.stride()[:3], left, right, scale, g.head,
+        g.stride, L.H, group, h0, heads, L.B, g.rows, g.others, offset, ahead, behind, g.shift, g.first, span,
+        L.mask.batch, D=width, BD=padded(width), WM=BLOCK, WN=BLOCK, TM=TM, CB=CB, SIZE=BLOCK,
+        RANGED=L.mask.ranged, ACC=acc is not None, SUMS=sums is not None, SCALAR=scalar, STAGES=stages,
+        num_warps=warps,
+    )  # fmt: skip
+
+
+def _fold_values(L: Layout, out: Tensor, o: Tensor, lse: Tensor, shape, tma: bool) -> None:
+    g = L.geometry(False, (BLOCK, BLOCK))
+    tiles = backward_tiles(max(L.BD, L.BV), L.bytes, L.kinds, False, L.limits)
+    buffers = 1 + sum(L.ports[n].kind != "scalar" for n in L.score)
+    heads = L.heads_at_once(buffers * L.B * g.head * L.bytes)
+    for h0 in range(0, L.H, heads):
+        share = min(heads, L.H - h0)
+        made = project_scores(L, (BLOCK, BLOCK), h0, share, shape)
+        P = store_probabilities(L, made, lse, tiles, h0, share, tma)
+        for n in L.values:
+            last = n == L.values[-1]
+            fold_rows(L, n, P, out, None, o if last else out, 1.0, h0, share, 1, shape)

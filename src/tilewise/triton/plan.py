@@ -1,0 +1,281 @@
+"""A call laid out for the kernels: which terms act where, on which geometry, with which tiles and how many heads at once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from ..call import Call
+from ..terms import Port
+from .config import Limits, Tiles
+from .launch import launch
+from .masks import BLOCK, Masking, dropping
+from .project import project, toeplitz
+from .terms import (
+    FAR, LOG2E, Geometry, Skewed, Store, Table, Toeplitz, column_rows, end_rows, rows_of, saturation,
+    skewed_band, skewed_edge, toeplitz_band, toeplitz_edge,
+)  # fmt: skip
+
+__all__ = ["MOST", "Buffer", "Layout", "Source", "limits_of"]
+
+MOST = 4
+"""Score terms that a kernel takes: each has its own descriptor argument."""
+
+BUDGET = 1 << 30
+"""Bytes of skewed buffers that one launch may use while there are enough programs to fill the GPU."""
+
+PROGRAMS = 1024
+"""Programs that fill the GPU: below it, memory is not saved."""
+
+
+@lru_cache(maxsize=16)
+def limits_of(device: torch.device) -> Limits:
+    """The limits of a CUDA device; of Hopper for anything else (ahead-of-time compilation, the interpreter)."""
+    if device.type != "cuda":
+        return Limits(232448, True)
+    properties = torch.cuda.get_device_properties(device)
+    return Limits.of((properties.major, properties.minor), properties.shared_memory_per_block_optin)
+
+
+def padded(d: int) -> int:
+    """The width of a block that holds d columns: a power of two, at least 16."""
+    return max(16, triton.next_power_of_2(d))
+
+
+class Source:
+    """A [B, H, T, d] tensor that kernels read by rows, through a descriptor or through pointers."""
+
+    def __init__(self, x: Tensor):
+        if x.stride(-1) != 1 or any(s == 0 and n > 1 for s, n in zip(x.stride(), x.shape, strict=True)):
+            x = x.contiguous()
+        self.x = x
+        # A dimension of one entry may have any stride: one that a descriptor accepts.
+        self.strides = tuple(s if n > 1 else 128 for s, n in zip(x.stride()[:3], x.shape[:3], strict=True))
+
+    @property
+    def describable(self) -> bool:
+        """Whether a tensor descriptor may describe it: 16-byte aligned, strides too."""
+        size = self.x.element_size()
+        return self.x.data_ptr() % 16 == 0 and all(s * size % 16 == 0 for s in self.strides)
+
+    def __call__(self, rows: int, width: int, tma: bool):
+        if not tma:
+            return self.x
+        return TensorDescriptor(self.x, list(self.x.shape), [*self.strides, 1], [1, 1, rows, width])
+
+
+@dataclass
+class Buffer:
+    """A skewed buffer of n heads: its memory, its geometry, and what kernels need to address it."""
+
+    memory: Tensor
+    geometry: Geometry
+    n: int
+
+    def descriptor(self, rows: int, others: int, tma: bool):
+        if not tma:
+            return None
+        g = self.geometry
+        return TensorDescriptor(self.memory, [self.n, g.rows, g.width], [g.head, g.stride, 1], [1, rows, others])
+
+
+@dataclass
+class Slab:
+    """A Toeplitz slab [heads, BLOCK, width]: entry (a, w) belongs to offset a − w + shift."""
+
+    memory: Tensor
+    width: int
+    shift: int
+
+
+@dataclass
+class Layout:
+    """What is the same for all heads and both directions of a call."""
+
+    call: Call
+    limits: Limits = field(init=False)
+
+    def __post_init__(self):
+        call = self.call
+        self.B, self.H, self.Tq, self.d = call.q.shape
+        self.Hk, self.Tk, self.dv = call.k.shape[1], call.k.shape[2], call.v.shape[3]
+        self.G = self.H // self.Hk
+        self.device, self.dtype = call.q.device, call.q.dtype
+        self.bytes = call.q.element_size()
+        self.limits = limits_of(self.device)
+        self.q, self.k, self.v = Source(call.q), Source(call.k), Source(call.v)
+        self.BD, self.BV = padded(self.d), padded(self.dv)
+        self.c = call.scale * LOG2E
+        self.ports = list(call.ports)
+        ends = saturation([p.rows for p in self.ports]) if self.ports else None
+        self.sides = ends is not None
+        self.lo, self.hi = ends if self.sides else (-FAR, FAR)
+        self.score = [n for n, p in enumerate(self.ports) if p.kind != "value"]
+        self.values = [n for n, p in enumerate(self.ports) if p.kind == "value"]
+        self.kinds = frozenset(p.kind for p in self.ports)
+        self.tables = [_table(p, self.dtype) for p in self.ports]
+        self.lefts = [self._left(p) for p in self.ports]
+        self.ends = [end_rows(p.rows) for p in self.ports]
+        self.anchor = call.q
+        self.mask = Masking(call.mask, self.B, self.Tq, self.Tk, call.offset, self.anchor_int)
+        self.drop = dropping(call.dropout_p)
+        self.inverse = 1.0 / (1.0 - call.dropout_p)
+        self.seed = self.anchor if call.seed is None else call.seed
+        # Z in fp16 is finer than in bf16; for fp32 inputs its rounding would be the largest error of all.
+        self.zdtype = torch.float32 if self.dtype == torch.float32 else torch.float16
+
+    @property
+    def anchor_int(self) -> Tensor:
+        return _nothing(self.device)
+
+    def _left(self, port: Port) -> Source | None:
+        if port.kind == "scalar":
+            return (
+                None
+                if port.left is None
+                else Source(port.left.unsqueeze(-1).to(torch.promote_types(port.left.dtype, torch.float16)))
+            )
+        if port.kind == "query":
+            return self.q if port.left is None else Source(port.left.to(self.dtype))
+        return None
+
+    def masked(self, step: int = BLOCK) -> bool:
+        """Whether blocks of `step` keys need the element mask somewhere."""
+        return self.mask.ranged or self.mask.elementwise or self.Tk % step != 0
+
+    def edge(self, n: int) -> Table:
+        """Port n's table with its end rows, for device functions."""
+        table, (left, right) = self.tables[n], self.ends[n]
+        return Table(table, self.head_stride(n), table.stride(1), left, right)
+
+    def head_stride(self, n: int) -> int:
+        return 0 if self.tables[n].shape[0] == 1 else self.tables[n].stride(0)
+
+    def shifting(self, kind: str) -> tuple[Table, ...]:
+        """The tables whose end rows shift a factor: of `key` terms the query, of `query` terms the key, of values V."""
+        chosen = [
+            n for n, p in enumerate(self.ports)
+            if p.kind == kind and self.sides and max(self.ends[n]) >= 0 and (kind != "query" or p.left is None)
+        ]  # fmt: skip
+        return tuple(self.edge(n) for n in chosen)
+
+    def block_of(self, tiles: Tiles) -> tuple[int, int]:
+        """The (queries, keys) block on which a pass with these tiles decides its band."""
+        return max(tiles.queries, BLOCK), max(tiles.keys, BLOCK)
+
+    def heads_at_once(self, per_head: int) -> int:
+        """How many query heads (a multiple of G) one launch takes, `per_head` bytes of buffers each, all batches."""
+        enough = -(-PROGRAMS // max(1, self.B * triton.cdiv(self.Tq, BLOCK)))
+        fitting = BUDGET // max(1, per_head)
+        groups = min(self.Hk, max(1, -(-enough // self.G), fitting // self.G))
+        # Even shares: 12 heads that fit 8 at a time go 6 and 6.
+        return self.G * -(-self.Hk // -(-self.Hk // groups))
+
+    def geometry(self, keyed: bool, tile: tuple[int, int]) -> Geometry:
+        rows, others = (self.Tk, self.Tq) if keyed else (self.Tq, self.Tk)
+        return Geometry.make(rows, others, self.call.offset, self.lo, self.hi, tile, keyed)
+
+    def buffer(self, geometry: Geometry, heads: int, dtype: torch.dtype) -> Buffer:
+        n = self.B * heads
+        return Buffer(torch.empty(n * geometry.head, dtype=dtype, device=self.device), geometry, n)
+
+    def band_args(self, g: Geometry) -> tuple[int, int, int]:
+        """(offset, ahead, behind) of a geometry, as the kernels around the tile loops take them."""
+        return (-g.offset, -g.lo, g.hi) if g.keyed else (g.offset, g.hi, -g.lo)
+
+    def ranges(self, keyed: bool) -> Tensor:
+        return self.mask.keys if keyed else self.mask.queries
+
+    def columns(self, n: int, g: Geometry, block: int) -> tuple[Tensor, int]:
+        """φ of port n at the columns of g from g.first on, with 8 more before, and how many whole blocks hold them."""
+        span = -(-(g.last - g.first + 8) // block) * block
+        return column_rows(self.ports[n].rows, g, g.first - 8, g.first + span, self.device)[8:], span
+
+    def project(self, n: int, x: Source, group: int, buffer: Buffer, scale: float, h0: int, heads: int, tile, shape):
+        """Port n's projection of x (rows of one head in `group`) into the buffer, for heads h0 … h0 + heads − 1."""
+        g, table = buffer.geometry, self.tables[n]
+        TM, CB, warps, stages = shape
+        columns, span = self.columns(n, g, CB)
+        offset, ahead, behind = self.band_args(g)
+        width = table.shape[2]
+        launch(
+            project, (8 * triton.cdiv(g.rows, 8 * TM) * buffer.n,), x.x, table, columns, buffer.memory,
+            self.ranges(g.keyed), x.strides, self.head_stride(n), table.stride(1), scale, g.head, g.stride, self.H,
+            group, h0, heads, g.rows, g.others, offset, ahead, behind, g.shift, g.first, span, self.mask.batch,
+            D=width, BD=padded(width), WM=tile[0], WN=tile[1], TM=TM, CB=CB, SIZE=BLOCK, RANGED=self.mask.ranged,
+            STAGES=stages, num_warps=warps,
+        )  # fmt: skip
+
+    def slab(self, n: int, block: tuple[int, int]) -> Slab:
+        """Port n's Toeplitz slab, for blocks of these (queries, keys)."""
+        table = self.tables[n]
+        near, far = self.call.offset + 1 - self.Tk, self.Tq - 1 + self.call.offset
+        low, high = min(max(self.lo, near), far), max(min(self.hi, far), near)
+        low, high = min(low, high), max(low, high)
+        shift = -(-(high + 2 * block[1]) // 16) * 16
+        width = -(-(shift + BLOCK - low + 2 * block[1]) // 128) * 128
+        wide = table.dtype == torch.float32 or self.dtype == torch.float32
+        dtype = torch.float32 if wide else torch.float16
+        memory = torch.empty(table.shape[0], BLOCK, width, dtype=dtype, device=self.device)
+        launch(
+            toeplitz, (width // 128, table.shape[0]), table, _scalar_rows(self.ports[n].rows, low, high, self.device),
+            memory, table.stride(0), table.stride(1), width, shift, low, high, N=BLOCK, CB=128, num_warps=4,
+        )  # fmt: skip
+        return Slab(memory, width, shift)
+
+    def toeplitz_term(self, n: int, slab: Slab, tiles: Tiles, tma: bool):
+        """(device functions, fields, descriptor) of a scalar port."""
+        gate, heads = self.lefts[n], self.tables[n].shape[0]
+        term = Toeplitz(
+            slab.memory, BLOCK * slab.width, slab.width, slab.width, slab.shift, int(heads > 1), self.edge(n),
+            self.anchor if gate is None else gate.x, *((0, 0, 0) if gate is None else gate.strides),
+            tl.constexpr(gate is not None),
+        )  # fmt: skip
+        z = None
+        if tma:
+            steps = [BLOCK * slab.width, slab.width, 1]
+            z = TensorDescriptor(slab.memory, list(slab.memory.shape), steps, [1, tiles.queries, tiles.keys])
+        return (toeplitz_band, toeplitz_edge), term, z
+
+    def storing(self, buffer: Buffer) -> Store:
+        """Fields with which a kernel stores tiles into the buffer."""
+        g = buffer.geometry
+        return Store(buffer.memory, g.head, g.stride, g.width, g.shift)
+
+    def skewed_term(self, n: int, buffer: Buffer, tiles: Tiles, tma: bool):
+        """(device functions, fields, descriptor) of a query, key or value port."""
+        port, g = self.ports[n], buffer.geometry
+        left = self.lefts[n]
+        strides = (0, 0, 0) if left is None else left.strides
+        width = self.tables[n].shape[2]
+        term = Skewed(
+            buffer.memory, g.head, g.stride, g.width, g.shift, self.edge(n),
+            self.anchor if left is None else left.x, *strides, self.c,
+            tl.constexpr(width), tl.constexpr(padded(width)), tl.constexpr(port.kind == "key"),
+        )  # fmt: skip
+        tile = (tiles.keys, tiles.queries) if port.kind == "key" else (tiles.queries, tiles.keys)
+        return (skewed_band, skewed_edge), term, buffer.descriptor(*tile, tma)
+
+
+def _table(port: Port, dtype: torch.dtype) -> Tensor:
+    table = port.table
+    if port.kind != "scalar":
+        table = table.to(dtype)
+        return table if table.stride(-1) == 1 else table.contiguous()
+    return table.to(torch.float32) if table.dtype == torch.float64 else table
+
+
+@lru_cache(maxsize=64)
+def _scalar_rows(rows, low: int, high: int, device: torch.device) -> Tensor:
+    return rows_of(rows, torch.arange(low, high + 1, device=device))
+
+
+@lru_cache(maxsize=16)
+def _nothing(device: torch.device) -> Tensor:
+    return torch.zeros(4, dtype=torch.int32, device=device)

@@ -1,0 +1,181 @@
+"""Around the tile loops: projections on the tables' rows, Toeplitz slabs, shifted tiles, and Δ with lse.
+
+Rows of a projection are taken by residue: a tile has rows r ≡ ρ (mod 8), and its columns start at −ρ. Entry (r, column)
+then lies at a multiple of 8 plus the column's place in its chunk, so every access is 16 bytes wide although the buffer
+is skewed. Table rows are gathered by the column's φ, so no table is ever expanded.
+"""
+
+import triton
+import triton.language as tl
+
+from .masks import span_of
+from .tiles import load_rows
+
+_RUNTIME = [
+    "scale", "H", "G", "h0", "heads", "B", "rows", "others", "offset", "ahead", "behind", "shift", "cmin", "columns",
+    "batch", "Tq", "Tk", "cross", "span",
+]  # fmt: skip
+
+
+@triton.jit
+def stored(r, ranges, batch, b, rows, others, offset, ahead, behind, shift, WM: tl.constexpr, WN: tl.constexpr,
+           SIZE: tl.constexpr, RANGED: tl.constexpr):  # fmt: skip
+    """[from, to) of the skewed positions other + shift that the buffer holds for rows r: the band's tiles, if visible.
+
+    Both ends are multiples of 16, which the compiler cannot see for itself.
+    """
+    lo = r * 0
+    hi = lo + others
+    first = r // WM * WM
+    if RANGED:
+        low = lo + 2**30
+        high = lo
+        for block in tl.static_range((WM + SIZE - 1) // SIZE):
+            at = ranges + b * batch + (first // SIZE + block) * 4
+            e = tl.load(at + 1, mask=r < rows, other=0)
+            low = tl.minimum(low, tl.where(e > 0, tl.load(at, mask=r < rows, other=0), 2**30))
+            high = tl.maximum(high, e)
+        lo = tl.minimum(low, high)
+        hi = high
+    lo = lo // WN * WN
+    hi = (hi + WN - 1) // WN * WN
+    a = tl.maximum(first + offset - ahead + 1, 0) // WN * WN
+    e = (tl.maximum(first + WM - 1 + offset + behind, 0) + WN - 1) // WN * WN
+    a = tl.minimum(tl.maximum(a, lo), hi)
+    e = tl.minimum(tl.maximum(e, a), hi)
+    e = tl.where(r < rows, e, a)
+    return (a + shift) // 16 * 16, (e + shift) // 16 * 16
+
+
+@triton.jit(do_not_specialize=_RUNTIME)
+def project(x, table, columns_of, z, ranges, sx, th, tr, scale, head, stride, H, G, h0, heads, rows, others, offset,
+            ahead, behind, shift, cmin, span, batch, D: tl.constexpr, BD: tl.constexpr, WM: tl.constexpr,
+            WN: tl.constexpr, TM: tl.constexpr, CB: tl.constexpr, SIZE: tl.constexpr, RANGED: tl.constexpr,
+            STAGES: tl.constexpr):  # fmt: skip
+    """z[r, column] = scale · x_r · table[φ(column)], in the skewed layout: program (tile, residue), batch·heads."""
+    tiles = (rows + 8 * TM - 1) // (8 * TM) * 8
+    pid = tl.program_id(0) % tiles
+    n = tl.program_id(0) // tiles
+    b = n // heads
+    h = h0 + n % heads
+    rho = pid % 8
+    cmin = cmin // 16 * 16
+    first = pid // 8 * (8 * TM)
+    t = tl.arange(0, TM)
+    r = first + rho + 8 * t
+    d = tl.arange(0, BD)
+    cc = tl.arange(0, CB)
+    at = x + tl.cast(b, tl.int64) * sx[0] + tl.cast(h // G, tl.int64) * sx[1]
+    at = at + r.to(tl.int64)[:, None] * sx[2] + d[None, :]
+    left = tl.load(at, mask=(r[:, None] < rows) & (d[None, :] < D), other=0.0)
+    lo, hi = stored(r, ranges, batch, b, rows, others, offset, ahead, behind, shift, WM, WN, SIZE, RANGED)
+    some = hi > lo
+    cfrom = tl.min(tl.where(some, lo - r, 2**30), 0)
+    cto = tl.max(tl.where(some, hi - r, -(2**30)), 0)
+    # Columns start at base − ρ, base a multiple of CB from cmin on.
+    bfrom = tl.maximum(cfrom - cmin + rho, 0) // CB
+    bto = tl.minimum((tl.maximum(cto - cmin + rho, 0) + CB - 1) // CB, span // CB)
+    zrow = z + tl.cast(n, tl.int64) * head + r.to(tl.int64) * stride
+    table = table + tl.cast(h, tl.int64) * th
+    for block in tl.range(bfrom, bto, num_stages=STAGES):
+        column = block * CB + cc - rho
+        row = tl.load(columns_of + column)
+        right = tl.load(table + row[None, :] * tr + d[:, None], mask=(row[None, :] >= 0) & (d[:, None] < D), other=0.0)
+        value = tl.dot(left, right, input_precision="ieee") * scale
+        if z.dtype.element_ty == tl.float16:
+            value = tl.minimum(tl.maximum(value, -65504.0), 65504.0)
+        place = (first + 8 * t + (cmin + block * CB))[:, None] + cc[None, :]
+        # `first`, 8·t and cmin are multiples of 8; lo and hi of 16: whole chunks are stored or not.
+        inside = (place >= lo[:, None]) & (place < hi[:, None])
+        tl.store(zrow[:, None] + place, value.to(z.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["width", "shift", "low", "high", "H"])
+def toeplitz(table, rows_of, slab, th, tr, width, shift, low, high, N: tl.constexpr, CB: tl.constexpr):
+    """slab[h, a, w] = table[h, φ(a − w + shift)]; rows_of holds φ of the offsets low … high."""
+    w = tl.program_id(0) * CB + tl.arange(0, CB)
+    h = tl.program_id(1)
+    a = tl.arange(0, N)
+    delta = tl.minimum(tl.maximum(a[:, None] - w[None, :] + shift, low), high)
+    row = tl.load(rows_of + delta - low)
+    value = tl.load(table + h * th + row * tr, mask=row >= 0, other=0.0)
+    value = value.to(tl.float32)
+    if slab.dtype.element_ty == tl.float16:
+        value = tl.minimum(tl.maximum(value, -65504.0), 65504.0)
+    at = slab + tl.cast(h, tl.int64) * N * width + a[:, None] * width + w[None, :]
+    tl.store(at, value.to(slab.dtype.element_ty), mask=w[None, :] < width)
+
+
+@triton.jit
+def ends(tables, h, d, D: tl.constexpr, SIDE: tl.constexpr):
+    """Σ of the tables' rows at one end, fp32 [len(d)]."""
+    total = tl.zeros_like(d).to(tl.float32)
+    for t in tl.static_range(len(tables)):
+        row = tables[t].left
+        if SIDE == 1:
+            row = tables[t].right
+        at = tables[t].table + h * tables[t].head + row * tables[t].row + d
+        total += tl.load(at, mask=(d < D) & (row >= 0), other=0.0).to(tl.float32)
+    return total
+
+
+@triton.jit
+def _shift(x, sx, out, tables, b, h, hk, first, T, B, H, D: tl.constexpr, W: tl.constexpr, N: tl.constexpr):
+    """out[side, b, h, t] = x[b, hk, t] + Σ of the tables' rows at that end; out is contiguous."""
+    d = tl.arange(0, W)
+    tile = load_rows(x, sx, b, hk, first, T, D, N, W, False)
+    i = first + tl.arange(0, N)
+    for side in tl.static_range(2):
+        row = tl.cast((side * B + b) * H + h, tl.int64) * T + i
+        value = tile.to(tl.float32) + ends(tables, h, d, D, side)[None, :]
+        tl.store(out + row[:, None] * D + d[None, :], value.to(out.dtype.element_ty),
+                 mask=(i[:, None] < T) & (d[None, :] < D))  # fmt: skip
+
+
+@triton.jit(do_not_specialize=_RUNTIME)
+def prepare(q, k, v, g, o, lse, dlse, qx, kx, vx, ls, delta, terms, qtables, ktables, vtables, sq, sk, sv, sg, so, sl,
+            scale, H, G, B, Tq, Tk, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr,
+            N: tl.constexpr, EDGES: tl.constexpr, SIDES: tl.constexpr, SHIFT_Q: tl.constexpr, SHIFT_K: tl.constexpr,
+            SHIFT_V: tl.constexpr, GRADS: tl.constexpr, DLSE: tl.constexpr):  # fmt: skip
+    """Everything that is once a row: shifted q, k, v; Δ = rowsum(dO∘O) − dlse; and lse in log2 units, three times.
+
+    The second and third lse belong to the saturated sides: less what the terms add to a row there, so that the
+    backward's saturated loops see nothing of the terms. Terms that act on both shifted factors counted p·p twice.
+    """
+    blocks = (tl.maximum(Tq, Tk) + N - 1) // N
+    first = tl.program_id(0) % blocks * N
+    bh = tl.program_id(0) // blocks
+    b = bh // H
+    h = bh % H
+    if tl.program_id(1) == 0:
+        if SHIFT_Q:
+            _shift(q, sq, qx, qtables, b, h, h, first, Tq, B, H, D, BD, N)
+        if GRADS:
+            i = first + tl.arange(0, N)
+            at = tl.cast(bh, tl.int64) * Tq + i
+            plane = tl.cast(B * H, tl.int64) * Tq
+            product = load_rows(o, so, b, h, first, Tq, DV, N, BV, False).to(tl.float32)
+            product *= load_rows(g, sg, b, h, first, Tq, DV, N, BV, False).to(tl.float32)
+            dl = tl.sum(product, 1)
+            if DLSE:
+                at_l = dlse + tl.cast(b, tl.int64) * sl[0] + tl.cast(h, tl.int64) * sl[1] + i * sl[2]
+                dl -= tl.load(at_l, mask=i < Tq, other=0.0).to(tl.float32)
+            tl.store(delta + at, dl, mask=i < Tq)
+            # A row that saw no key gets P = 0 from lse = +∞.
+            log2 = tl.load(lse + at, mask=i < Tq, other=0.0)
+            log2 = tl.where(log2 == float("-inf"), float("inf"), log2 * 1.4426950408889634)
+            tl.store(ls + at, log2, mask=i < Tq)
+            for side in tl.static_range(2):
+                value = log2
+                if SIDES:
+                    for t in tl.static_range(len(EDGES)):
+                        value -= EDGES[t](terms[t], b, h, i, Tq, side)
+                    if SHIFT_Q and SHIFT_K:
+                        d = tl.arange(0, BD)
+                        value += tl.sum(ends(qtables, h, d, D, side) * ends(ktables, h, d, D, side), 0) * scale
+                tl.store(ls + (side + 1) * plane + at, value, mask=i < Tq)
+    else:
+        if SHIFT_K:
+            _shift(k, sk, kx, ktables, b, h, h // G, first, Tk, B, H, D, BD, N)
+        if SHIFT_V:
+            _shift(v, sv, vx, vtables, b, h, h // G, first, Tk, B, H, DV, BV, N)

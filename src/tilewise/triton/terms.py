@@ -1,0 +1,238 @@
+"""The device half of the relative terms, and their geometry on the host.
+
+The tile loops know a term by a few device functions and a NamedTuple: ``edge`` gives the constant that it adds to the
+rows of a saturated tile, ``band`` the tile that it adds to the scores elsewhere. Two forms serve every mechanism: a
+*Toeplitz* table (a number an offset) and a *skewed* projection (a number a row and an offset). With columns in
+descending δ and a row stride one less than the row, entry (i, j) of the latter lies at i·stride + j + const, so a score
+tile is an ordinary strided tile.
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from ..rows import RowMap
+from .tiles import load_skewed
+
+LOG2E = 1.4426950408889634
+_LOG2E = tl.constexpr(LOG2E)
+
+FAR = 2**29
+"""Beyond any offset."""
+
+
+class Table(NamedTuple):
+    """Rows of a table: pointer, strides, and the rows of the two saturated ends (−1: none)."""
+
+    table: Any
+    head: Any
+    row: Any
+    left: Any
+    right: Any
+
+
+class Store(NamedTuple):
+    """Where tiles of dS or P go: a skewed buffer, as :class:`Geometry` lays it out."""
+
+    z: Any
+    head: Any
+    stride: Any
+    width: Any
+    shift: Any
+
+
+class Toeplitz(NamedTuple):
+    """gate_i · b[φ(δ)]: `z` holds b as a [rows, width] slab a head, each row the one above shifted by one."""
+
+    z: Any
+    head: Any
+    stride: Any
+    width: Any
+    shift: Any
+    heads: Any
+    edges: Table
+    gate: Any
+    gate_batch: Any
+    gate_head: Any
+    gate_row: Any
+    GATED: tl.constexpr
+
+
+class Skewed(NamedTuple):
+    """left_i · A[φ(δ)] (or k_j · C[φ(δ)], KEYED): `z` holds the projection in log2 units, skewed."""
+
+    z: Any
+    head: Any
+    stride: Any
+    width: Any
+    shift: Any
+    edges: Table
+    left: Any
+    left_batch: Any
+    left_head: Any
+    left_row: Any
+    scale: Any
+    WIDE: tl.constexpr
+    BLOCK: tl.constexpr
+    KEYED: tl.constexpr
+
+
+@triton.jit
+def toeplitz_band(t, z, b, h, n, i0, j0, offset, Tq, Tk, BM: tl.constexpr, BN: tl.constexpr, TURNED: tl.constexpr, TMA: tl.constexpr):  # fmt: skip
+    """The term's [BM, BN] tile ([BN, BM] where TURNED) in log2 units."""
+    tile = load_skewed(t, z, h * t.heads, 0, j0 - i0 - offset + t.shift, BM, BM, BN, TMA).to(tl.float32) * _LOG2E
+    if t.GATED:
+        i = i0 + tl.arange(0, BM)
+        at = t.gate + tl.cast(b, tl.int64) * t.gate_batch + tl.cast(h, tl.int64) * t.gate_head + i * t.gate_row
+        tile = tile * tl.load(at, mask=i < Tq, other=0.0).to(tl.float32)[:, None]
+    if TURNED:
+        tile = tl.trans(tile)
+    return tile
+
+
+@triton.jit
+def toeplitz_edge(t, b, h, i, Tq, SIDE: tl.constexpr):
+    """What the term adds to rows i of tiles saturated on SIDE (0: δ at its largest), in log2 units."""
+    row = t.edges.left
+    if SIDE == 1:
+        row = t.edges.right
+    value = tl.load(t.edges.table + h * t.edges.head + row * t.edges.row, mask=row >= 0, other=0.0).to(tl.float32)
+    value = value * _LOG2E + tl.zeros_like(i).to(tl.float32)
+    if t.GATED:
+        at = t.gate + tl.cast(b, tl.int64) * t.gate_batch + tl.cast(h, tl.int64) * t.gate_head + i * t.gate_row
+        value = value * tl.load(at, mask=i < Tq, other=0.0).to(tl.float32)
+    return value
+
+
+@triton.jit
+def skewed_band(t, z, b, h, n, i0, j0, offset, Tq, Tk, BM: tl.constexpr, BN: tl.constexpr, TURNED: tl.constexpr, TMA: tl.constexpr):  # fmt: skip
+    """The term's [BM, BN] tile ([BN, BM] where TURNED) in log2 units."""
+    if t.KEYED:
+        tile = load_skewed(t, z, n, j0, i0 + t.shift, Tk, BN, BM, TMA)
+        if not TURNED:
+            tile = tl.trans(tile)
+    else:
+        tile = load_skewed(t, z, n, i0, j0 + t.shift, Tq, BM, BN, TMA)
+        if TURNED:
+            tile = tl.trans(tile)
+    return tile.to(tl.float32)
+
+
+@triton.jit
+def skewed_edge(t, b, h, i, Tq, SIDE: tl.constexpr):
+    """As :func:`toeplitz_edge`; a keyed term acts through the shifted queries instead and adds nothing here."""
+    value = tl.zeros_like(i).to(tl.float32)
+    if not t.KEYED:
+        row = t.edges.left
+        if SIDE == 1:
+            row = t.edges.right
+        d = tl.arange(0, t.BLOCK)
+        at = t.left + tl.cast(b, tl.int64) * t.left_batch + tl.cast(h, tl.int64) * t.left_head
+        at = at + i.to(tl.int64)[:, None] * t.left_row + d[None, :]
+        left = tl.load(at, mask=(i[:, None] < Tq) & (d[None, :] < t.WIDE), other=0.0).to(tl.float32)
+        at = t.edges.table + h * t.edges.head + row * t.edges.row + d
+        value = tl.sum(left * tl.load(at, mask=(d < t.WIDE) & (row >= 0), other=0.0).to(tl.float32)[None, :], 1)
+        value = value * t.scale
+    return value
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """Where entry (row, other) of a skewed buffer lies: row·stride + other + shift; and which offset a column has.
+
+    A column is other + shift − row, so its offset is `top` − column (descending; rows are queries) or column − `top`
+    (rows are keys). Rows are stored from `lo` to `hi`, the offsets that some tile of `tile` = (rows, others) may meet
+    unsaturated.
+
+    Attributes:
+        shift: a multiple of 16, so that stores of residue-class rows stay 16 bytes wide.
+        first, last: columns that any tile can meet, [first, last).
+    """
+
+    rows: int
+    others: int
+    offset: int
+    lo: int
+    hi: int
+    tile: tuple[int, int]
+    keyed: bool
+    stride: int
+    shift: int
+    top: int
+    first: int
+    last: int
+
+    @classmethod
+    def make(cls, rows: int, others: int, offset: int, lo: int, hi: int, tile: tuple[int, int], keyed: bool):
+        """Sheared rows of the band's width, or whole rows where those are no longer."""
+        whole = -(-others // 128) * 128
+        pad = tile[0] + tile[1] + 8
+        ahead, behind = (-lo, hi) if keyed else (hi, -lo)
+        # The sign of the offset in `top` differs between the two sides: i + offset − j seen from a row i or a row j.
+        signed = -offset if keyed else offset
+        shift = -(-(ahead + pad - signed) // 16) * 16
+        width = shift + signed + behind + pad
+        stride = -(-width // 128) * 128
+        if ahead + behind + 2 * pad >= whole or stride >= whole:
+            shift, stride = 0, whole
+        top = shift + signed
+        first, last = max(-rows - 8, top - ahead - pad), min(shift + whole, top + behind + pad)
+        return cls(rows, others, offset, lo, hi, tile, keyed, stride, shift, top, first // 16 * 16, last)
+
+    @property
+    def head(self) -> int:
+        """Elements of one head's buffer: rows stride + 1 apart when sheared, so the last one ends inside it."""
+        return self.rows * (self.stride + 1) // 128 * 128 + 256
+
+    @property
+    def width(self) -> int:
+        """Columns of the strided view: whole blocks of 64, so a ragged tile is stored completely."""
+        return -(-self.others // 64) * 64 + self.shift
+
+    def offsets(self, first: int, last: int, device: torch.device) -> torch.Tensor:
+        """δ of the columns first … last − 1, cut to what the lengths allow."""
+        column = torch.arange(first, last, device=device)
+        Tq, Tk = (self.others, self.rows) if self.keyed else (self.rows, self.others)
+        delta = column - self.top if self.keyed else self.top - column
+        return delta.clamp(self.offset + 1 - Tk, Tq - 1 + self.offset)
+
+
+def saturation(maps: list[RowMap]) -> tuple[int, int] | None:
+    """The band of several maps at once: (lo, hi) beyond which all are saturated; None where one never is."""
+    ends = [m.saturation for m in maps]
+    if any(e is None for e in ends):
+        return None
+    return min(e[0] for e in ends), max(e[1] for e in ends)
+
+
+def end_rows(rows: RowMap) -> tuple[int, int]:
+    """The rows of the largest and the smallest offsets; none for a map without ends (it has no saturated tiles)."""
+    if rows.saturation is None:
+        return -1, -1
+    lo, hi = rows.saturation
+    return int(rows.span(hi, hi)[0]), int(rows.span(lo, lo)[0])
+
+
+@lru_cache(maxsize=64)
+def _master(rows: RowMap, device: torch.device) -> torch.Tensor:
+    lo, hi = rows.saturation
+    return rows.span(lo, hi).to(device)
+
+
+def rows_of(rows: RowMap, delta: torch.Tensor) -> torch.Tensor:
+    """φ of offsets on their own device (int32): maps with ends are read from a copy made once a device."""
+    if rows.saturation is None:
+        reach, descending = rows.params
+        return (reach - delta if descending else delta + reach).clamp(0, rows.size - 1).to(torch.int32)
+    lo, hi = rows.saturation
+    return _master(rows, delta.device)[(delta.clamp(lo, hi) - lo).to(torch.int64)]
+
+
+@lru_cache(maxsize=128)
+def column_rows(rows: RowMap, geometry: Geometry, first: int, last: int, device: torch.device) -> torch.Tensor:
+    """The table row of each column first … last − 1 (int32, −1 for none)."""
+    return rows_of(rows, geometry.offsets(first, last, device)).contiguous()
