@@ -1,4 +1,4 @@
-"""The command ``tilewise``: demo, info."""
+"""The command ``tilewise``: demo, info, bench."""
 
 import importlib.util
 import json
@@ -28,7 +28,10 @@ def _require(what: str, modules: tuple[str, ...], extra: str) -> None:
 def _app():
     import typer
 
+    from .bench.cli import app as bench
+
     app = typer.Typer(help="Exact fused attention with relative positions.", no_args_is_help=True, add_completion=False)
+    app.add_typer(bench, name="bench")
 
     def lengths_of(text: str) -> tuple[int, ...]:
         parts = [part.strip().replace("_", "") for part in text.split(",")]

@@ -1,4 +1,4 @@
-"""Other projects' kernels, called as their own models call them; each is installed by the user (``tools/peers.txt``)."""
+"""Other projects' kernels, called as their own models call them; the user installs them (``tools/peers.txt``)."""
 
 from __future__ import annotations
 

@@ -19,16 +19,20 @@ from ..rows import RowMap
 from ..terms import Port, lower
 from ..testing import Case, Sizes
 
-__all__ = ["SYSTEMS", "Builder", "plain", "prepare_compiler"]
+__all__ = ["SYSTEMS", "Builder", "plain"]
 
 Builder = Callable[[Case, Sizes, dict[str, Tensor]], Callable[[], Tensor]]
 
 
-def prepare_compiler() -> None:
-    """Let torch.compile keep every length of a run, and a backward that runs more than once."""
+def _compile(function: Callable) -> Callable:
+    """torch.compile, one graph a length, as many lengths as a run has."""
+    import torch._dynamo.config
+    import torch._functorch.config
+
     torch._dynamo.config.recompile_limit = 512
     # A backward with donated buffers refuses retain_graph, which timing a backward alone needs.
     torch._functorch.config.donated_buffer = False
+    return torch.compile(function, dynamic=False)
 
 
 def plain(backend: SDPBackend | None) -> Builder:
@@ -134,7 +138,7 @@ def eager(case: Case, sizes: Sizes, x: dict[str, Tensor]) -> Callable[[], Tensor
 
 @cache
 def _compiled():
-    return torch.compile(_eager, dynamic=False)
+    return _compile(_eager)
 
 
 def compiled(case: Case, sizes: Sizes, x: dict[str, Tensor]) -> Callable[[], Tensor]:
@@ -167,7 +171,7 @@ def sdpa_bias(case: Case, sizes: Sizes, x: dict[str, Tensor]) -> Callable[[], Te
 def _flex():
     from torch.nn.attention.flex_attention import flex_attention
 
-    return torch.compile(flex_attention, dynamic=False)
+    return _compile(flex_attention)
 
 
 def flex_dense(case: Case, sizes: Sizes, x: dict[str, Tensor]) -> Callable[[], Tensor]:

@@ -75,7 +75,7 @@ class _Lock:
     """A file lock between the processes of a run; a process that dies gives it back."""
 
     def __init__(self, path: str):
-        self.file = open(path, "a")  # noqa: SIM115 - open for the life of the process
+        self.file = open(path, "a")
 
     @contextlib.contextmanager
     def _held(self, kind: int):

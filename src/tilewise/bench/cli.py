@@ -1,0 +1,169 @@
+"""The commands ``tilewise bench …``, a Typer application of its own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+__all__ = ["app"]
+
+app = typer.Typer(
+    help="Time, check and compare: Tilewise, PyTorch's own ways and other projects' kernels.", no_args_is_help=True
+)
+UNFINISHED = 3
+"""Exit status of a run that its time limit ended; the same command goes on from there."""
+
+
+def _names(text: str | None) -> list[str] | None:
+    return None if text is None else [part.strip() for part in text.split(",") if part.strip()]
+
+
+def _numbers(text: str | None) -> list[int] | None:
+    names = _names(text)
+    if names is None:
+        return None
+    if not names or not all(name.isdecimal() for name in names):
+        raise typer.BadParameter(f"{text!r}; expected numbers such as 512,2048")
+    return [int(name) for name in names]
+
+
+def _device(name: str) -> str:
+    import torch
+
+    if name == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if name not in ("cuda", "cpu"):
+        raise typer.BadParameter(f"device {name!r}; expected auto, cuda or cpu")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise typer.BadParameter("device 'cuda'; this machine has no CUDA device that torch can use: take cpu")
+    return name
+
+
+def _dtype(name: str | None) -> str | None:
+    if name not in (None, "float16", "bfloat16", "float32"):
+        raise typer.BadParameter(f"dtype {name!r}; expected float16, bfloat16 or float32")
+    return name
+
+
+@app.command()
+def run(
+    set_name: Annotated[str, typer.Option("--set", help="Which benchmarks: relative.")] = "relative",
+    cases: Annotated[str | None, typer.Option(help="Mechanisms, such as t5,shaw; default all.")] = None,
+    lengths: Annotated[str | None, typer.Option(help="Sequence lengths, such as 512,2048.")] = None,
+    passes: Annotated[str, typer.Option(help="fwd, bwd or both.")] = "fwd,bwd",
+    systems: Annotated[str | None, typer.Option(help="Systems, such as tilewise,flex; default all.")] = None,
+    device: Annotated[str, typer.Option(help="auto, cuda or cpu.")] = "auto",
+    dtype: Annotated[str | None, typer.Option(help="float16 (default on a GPU), bfloat16 or float32.")] = None,
+    heads: Annotated[int | None, typer.Option(min=1)] = None,
+    head_dim: Annotated[int | None, typer.Option(min=8)] = None,
+    tokens: Annotated[int | None, typer.Option(min=2, help="Tokens of a batch: B = tokens / length.")] = None,
+    json_path: Annotated[
+        Path | None, typer.Option("--json", help="Results; default benchmarks/results/<gpu>/<set>.json.")
+    ] = None,
+    time_limit: Annotated[float | None, typer.Option(help="Seconds after which the run stops.")] = None,
+    cell_limit: Annotated[float, typer.Option(help="Seconds that the measurement of one cell may take.")] = 60.0,
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer rounds.")] = False,
+    again: Annotated[bool, typer.Option("--again", help="Measure cells that the results have already.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would run and how long it would take.")] = False,
+) -> None:
+    """Measure cells: check against an fp64 oracle, then time interleaved with plain attention, a process a system.
+
+    Results are written after every cell, so a run that ends early goes on with the same command (exit status 3).
+    The exit status is 1 if a Tilewise cell has no valid result.
+    """
+    from . import records, runner
+    from .report import ours
+    from .timing import Plan
+
+    where = _device(device)
+    try:
+        cells = runner.select(
+            set_name, where, cases=_names(cases), lengths=_numbers(lengths), passes=_names(passes),
+            systems=_names(systems), dtype=_dtype(dtype), heads=heads, head_dim=head_dim, tokens=tokens,
+        )  # fmt: skip
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    plan = Plan(rounds=3, replays=5, round_ms=25.0) if quick or where == "cpu" else Plan()
+    if dry_run:
+        for cell in cells:
+            typer.echo(f"{cell.case:<15}{cell.n:>6} {','.join(cell.passes):<8} {cell.system}")
+        typer.echo(f"{len(cells)} cells, about {runner.estimate(cells, plan):.0f} s")
+        return
+    path = json_path or Path("benchmarks/results") / records.gpu_name(where).lower().replace(" ", "-") / "relative.json"
+    limits = runner.Limits(measure=cell_limit, total=time_limit)
+    outcome = runner.run(cells, path, plan=plan, limits=limits, again=again, say=typer.echo)
+    typer.echo(f"Results: {path}")
+    if outcome.missing:
+        typer.echo(f"{len(outcome.missing)} results are missing; the same command goes on from here")
+        raise typer.Exit(UNFINISHED)
+    if any(not r["ok"] and ours(r["system"]) for r in outcome.records):
+        raise typer.Exit(1)
+
+
+@app.command()
+def merge(
+    out: Annotated[Path, typer.Argument(help="The file to write.")],
+    files: Annotated[list[Path], typer.Argument(exists=True, dir_okay=False, help="Results; later files win.")],
+) -> None:
+    """Join result files into one."""
+    from . import records
+
+    merged = records.merge(*(records.load(file) for file in files))
+    records.save(out, merged)
+    typer.echo(f"{out}: {len(merged)} records")
+
+
+@app.command()
+def report(
+    files: Annotated[list[Path], typer.Argument(exists=True, dir_okay=False, help="Results; later files win.")],
+    plots: Annotated[Path | None, typer.Option(help="Folder for PNG plots; default: that of the first file.")] = None,
+    no_plots: Annotated[bool, typer.Option("--no-plots", help="Tables only.")] = False,
+) -> None:
+    """Tables of speed, ratio and memory, the cells not won, the cells without a result, and PNG plots."""
+    import importlib.util
+
+    from . import records
+    from .report import render
+
+    merged = records.merge(*(records.load(file) for file in files))
+    render(merged)
+    if no_plots:
+        return
+    if importlib.util.find_spec("matplotlib") is None:
+        typer.echo("No plots: matplotlib is not installed. Install with: pip install 'tilewise[bench]'")
+        raise typer.Exit(1)
+    from .plots import plot
+
+    for path in plot(merged, plots or files[0].parent):
+        typer.echo(f"Plot: {path}")
+
+
+@app.command()
+def plan(
+    case: Annotated[str, typer.Option(help="A mechanism.")] = "t5",
+    batch: Annotated[int, typer.Option("--batch", "-B", min=1)] = 1,
+    heads: Annotated[int, typer.Option("--heads", "-H", min=1)] = 12,
+    length: Annotated[int, typer.Option("--length", "-N", min=2)] = 8192,
+    head_dim: Annotated[int, typer.Option("--head-dim", "-D", min=8)] = 64,
+    dtype: Annotated[str, typer.Option(help="float16, bfloat16 or float32.")] = "float16",
+    device: Annotated[str, typer.Option(help="auto, cuda or cpu.")] = "auto",
+) -> None:
+    """Say which implementation would run a call, why the others would not, and what it holds. Runs nothing."""
+    import torch
+
+    from ..testing import Sizes
+    from . import plan as planning
+    from .relative import CASES
+
+    if case not in CASES:
+        raise typer.BadParameter(f"case {case!r}; expected one of {', '.join(CASES)}")
+    where = _device(device)
+    kind = getattr(torch, _dtype(dtype))
+    sizes = Sizes(B=batch, H=heads, Hk=heads, Tq=length, Tk=length, d=head_dim, d_v=head_dim, published=True)
+    typer.echo(f"{case}: q [{batch}, {heads}, {length}, {head_dim}], {dtype}, on {where}")
+    for choice in planning.choices(CASES[case], sizes, kind, where):
+        typer.echo(f"  {choice.impl:<10} {'runs' if not choice.reasons else 'does not: ' + '; '.join(choice.reasons)}")
+    for what, mib in planning.memory_mib(sizes, kind).items():
+        typer.echo(f"  {what:<36} {mib:12,.1f} MiB")

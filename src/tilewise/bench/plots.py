@@ -1,0 +1,110 @@
+"""PNG plots from records: TFLOP/s and peak memory over the length, one picture a case and device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from .report import compared, ours
+
+__all__ = ["plot"]
+
+_STYLE = Path(__file__).with_name("style.mplstyle")
+_MARKERS = "osD^vP*X<>"
+_TITLES = {
+    "none": "No term",
+    "t5": "T5 (32 buckets, distance 128)",
+    "shaw": "Shaw (clipped at ±64)",
+    "deberta_v3": "DeBERTa-v3 (256 buckets, distance 512, c2p + p2c)",
+    "transformer_xl": "Transformer-XL (a table per head)",
+}
+
+
+def plot(records: Sequence[dict], folder: str | Path) -> list[Path]:
+    """Write ``<case>-<dtype>-<head_dim>.png`` files into `folder`; a system keeps its colour in all of them.
+
+    Upper row: TFLOP/s of forward and backward, with the plain-attention baseline measured in the same rounds as a grey
+    line; lower row: peak memory. A system without a valid result at a length has no point there.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    device = next((r["gpu"] for r in records if r.get("record") == "environment"), "")
+    groups = compared(records)
+    systems = sorted({s for group in groups.values() for s in group}, key=lambda s: (not ours(s), s))
+    looks = {s: (f"C{i % 8}", _MARKERS[i % len(_MARKERS)]) for i, s in enumerate(systems)}
+    pictures: dict[tuple, dict[str, dict]] = {}
+    for (case, pass_, *rest), by_system in groups.items():
+        pictures.setdefault((case, *rest), {})[pass_] = by_system
+    written = []
+    with plt.style.context(_STYLE):
+        for (case, dtype, heads, head_dim, tokens), passes in pictures.items():
+            figure, axes = plt.subplots(2, len(passes), figsize=(4.6 * len(passes), 6.0), squeeze=False)
+            for column, (pass_, by_system) in enumerate(sorted(passes.items(), reverse=True)):
+                _speed(axes[0][column], by_system, looks)
+                _memory(axes[1][column], by_system, looks)
+                axes[0][column].set_title({"fwd": "Forward", "bwd": "Backward"}[pass_])
+            axes[0][0].set_ylabel("TFLOP/s")
+            axes[1][0].set_ylabel("Peak memory above the inputs, MiB")
+            for axis in axes[1]:
+                axis.set_xlabel("Sequence length")
+            handles = {}
+            for axis in axes.flat:
+                handles |= dict(zip(*reversed(axis.get_legend_handles_labels()), strict=True))
+            figure.suptitle(f"{_TITLES.get(case, case)} · {device}, {dtype}, {heads} × {head_dim}, {tokens:,} tokens")
+            figure.legend(handles.values(), handles.keys(), loc="center left", bbox_to_anchor=(1.0, 0.5))
+            figure.tight_layout()
+            path = folder / f"{case}-{dtype}-{head_dim}.png"
+            figure.savefig(path)
+            plt.close(figure)
+            written.append(path)
+    return written
+
+
+def _speed(axis, by_system: dict[str, dict[int, dict]], looks: dict) -> None:
+    plain: dict[int, float] = {}
+    name = "baseline"
+    for system, by_length in _sorted(by_system):
+        points = [(n, r["tflops"]) for n, r in sorted(by_length.items()) if r["ok"]]
+        for n, r in by_length.items():
+            if r["ok"]:
+                plain.setdefault(n, r["tflops"] / r["ratio_to_baseline"])
+                name = r["baseline"]
+        _line(axis, points, system, looks)
+    if plain:
+        axis.plot(*zip(*sorted(plain.items()), strict=True), color="0.6", ls="--", lw=1.2, label=f"{name}, no term")
+    axis.set_ylim(bottom=0)
+    _lengths(axis, by_system)
+
+
+def _memory(axis, by_system: dict[str, dict[int, dict]], looks: dict) -> None:
+    drawn = False
+    for system, by_length in _sorted(by_system):
+        points = [(n, r["peak_mib"]) for n, r in sorted(by_length.items()) if r["peak_mib"]]
+        drawn = drawn or bool(points)
+        _line(axis, points, system, looks)
+    if drawn:
+        axis.set_yscale("log")
+    _lengths(axis, by_system)
+
+
+def _sorted(by_system: dict[str, dict]) -> list[tuple[str, dict]]:
+    return sorted(by_system.items(), key=lambda item: (not ours(item[0]), item[0]))
+
+
+def _line(axis, points: list[tuple[int, float]], system: str, looks: dict) -> None:
+    if points:
+        colour, marker = looks[system]
+        width, order = (2.6, 5) if ours(system) else (1.4, 3)
+        axis.plot(*zip(*points, strict=True), color=colour, marker=marker, lw=width, zorder=order, label=system)
+
+
+def _lengths(axis, by_system: dict[str, dict[int, dict]]) -> None:
+    lengths = sorted({n for by_length in by_system.values() for n in by_length})
+    axis.set_xscale("log", base=2)
+    axis.set_xticks(lengths, [f"{n // 1024}K" if n % 1024 == 0 else str(n) for n in lengths])
+    axis.minorticks_off()
