@@ -4,6 +4,7 @@ import os
 
 import depth_dense as dense
 import pytest
+import test_depth_shared as stack
 import torch
 
 from tilewise import depth
@@ -41,8 +42,8 @@ def check(call, leaves, impl="triton"):
     low = run(dense, leaves)
     exact = run(R, [None if x is None else x.double() for x in leaves])
     # The interpreter adds a fused reduction one element after another, a GPU (and PyTorch) as a tree: fp32 rounding of
-    # sums over d is up to twice as large here. On a device the factor is 2.
-    factor = 4.0 if leaves[0].dtype == torch.float32 else 2.0
+    # sums over d grows with d here, not with log d. Measured up to 2.1 times the budget; on a device the factor is 2.
+    factor = 8.0 if leaves[0].dtype == torch.float32 else 2.0
     for k, xs in enumerate(zip(got, low, exact, strict=True)):
         assert_within_budget(f"result {k}", *xs, factor=factor)
 
@@ -137,3 +138,13 @@ def test_no_tokens():
     v = [torch.randn(0, 24) for _ in range(2)]
     assert depth.mix(v, torch.zeros(24), impl="triton").shape == (0, 24)
     assert depth.phase1(v, torch.zeros(2, 24), impl="triton")[0].shape == (2, 0, 24)
+
+
+@pytest.mark.parametrize("save_o1", [False, True])
+def test_shared_gradients(save_o1):
+    args = stack.leaves()
+    want = torch.autograd.grad(stack.oracle(*args).sum(), args)
+    low = [x.detach().float().requires_grad_() for x in args]
+    have = torch.autograd.grad(stack.shared(*low, save_o1, "triton").sum(), low)
+    for x, y in zip(have, want, strict=True):
+        torch.testing.assert_close(x.double(), y, atol=2e-5, rtol=2e-4)

@@ -15,13 +15,16 @@ from tilewise.depth.functional import (
 from tilewise.depth.planner import MemoryPlan, memory_table, plan_memory
 from tilewise.depth.schedule import Schedule, layers_from_sublayers, sublayers_from_layers
 from tilewise.depth.serving import fused_attn_res
+from tilewise.depth.shared import BlockReads, SharedSource, mix_norm_shared
 from tilewise.depth.state import InferenceState, InferenceStream
 
 __all__ = [
+    "BlockReads",
     "InferenceState",
     "InferenceStream",
     "MemoryPlan",
     "Schedule",
+    "SharedSource",
     "complete",
     "fold_queries",
     "fused_attn_res",
@@ -29,6 +32,7 @@ __all__ = [
     "memory_table",
     "mix",
     "mix_norm",
+    "mix_norm_shared",
     "mix_update",
     "phase1",
     "phase1_from_scores",

@@ -5,7 +5,8 @@ formulas are closed forms; delta is always sum_j a_j <do, v_j> with the sources 
 o1: for sources correlated 0.99 the latter is wrong by 37 % in bf16.
 
 A backward takes `into`, a list with one wide accumulator a source (or None for "return the gradients"): gradients are
-added there in place, in fp32, so that a source read by many sublayers is rounded once.
+added there in place, in fp32, so that a source read by many sublayers is rounded once. `fresh` accumulators are
+unwritten: they are stored to.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ __all__ = [
     "complete",
     "mix_bwd",
     "mix_fwd",
+    "partials",
     "phase1_bwd",
     "phase2_bwd",
     "phase2_fwd",
@@ -54,12 +56,17 @@ def _score_grad(ds: Tensor, s: Tensor, r: Tensor, v: Tensor, q: Tensor) -> Tenso
     return (ds * r)[:, None] * q - (ds * s * r * r / v.shape[-1])[:, None] * v
 
 
-def _deliver(grads: list[Tensor], sources: Sequence[Tensor], into: list[Tensor] | None) -> list[Tensor]:
+def _deliver(grads: list[Tensor], sources: Sequence[Tensor], into: list[Tensor] | None, fresh: bool) -> list[Tensor]:
     if into is None:
         return [g.to(v.dtype) for g, v in zip(grads, sources, strict=True)]
     for g, acc in zip(grads, into, strict=True):
-        acc.add_(g)
+        acc.copy_(g) if fresh else acc.add_(g)
     return []
+
+
+def partials(v: Tensor) -> int:
+    """Rows of dq and dw that :func:`phase2_bwd` leaves in `part`."""
+    return 1
 
 
 def _add(update: Tensor | None, prefix: Tensor | None) -> Tensor | None:
@@ -94,6 +101,7 @@ def mix_bwd(
     eps: float,
     output_eps: float,
     into: list[Tensor] | None = None,
+    fresh: bool = False,
 ) -> tuple[list[Tensor], Tensor | None, Tensor, Tensor | None]:
     """(dsources, dprefix, dq, dw); the mix is recomputed. `dp` is the gradient of the returned prefix, or None."""
     values = [*sources] if p is None else [*sources, p]
@@ -112,7 +120,7 @@ def mix_bwd(
     if p is not None:
         last = grads.pop()
         dprefix = (last if dp is None else last + wide(dp)).to(p.dtype)
-    return _deliver(grads, sources, into), dprefix, dq, dw
+    return _deliver(grads, sources, into, fresh), dprefix, dq, dw
 
 
 def scores(sources: Sequence[Tensor], q: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -145,6 +153,7 @@ def phase1_bwd(
     lse: Tensor,
     r: Tensor,
     into: list[Tensor] | None = None,
+    fresh: bool = False,
 ) -> tuple[list[Tensor], Tensor]:
     """(dsources, dq [S, d]) of phase 1 from its saved scores, lse and rstd."""
     do = torch.stack([wide(g) for g in do1])
@@ -157,7 +166,7 @@ def phase1_bwd(
         dq += dr @ v
         shrink = (ds[:, j] * s[:, j]).sum(0) * r[j].square() / v.shape[-1]
         grads.append((a[:, j, :, None] * do).sum(0) + dr.mT @ q - shrink[:, None] * v)
-    return _deliver(grads, sources, into), dq
+    return _deliver(grads, sources, into, fresh), dq
 
 
 def phase2_fwd(
@@ -188,8 +197,23 @@ def phase2_bwd(
     w: Tensor | None,
     eps: float,
     output_eps: float,
+    do: Tensor | None = None,
+    dlse: Tensor | None = None,
+    part: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """(dprefix, do1, dlse, dq, dw); dprefix is the gradient of the prefix and of the update alike."""
+    """(dprefix, do1, dlse, dq, dw); dprefix is the gradient of the prefix and of the update alike.
+
+    Buffers, if given, receive do1 (`do` may be o1 itself), dlse, and dq and dw in `part[0, 0]` and `part[1, 0]`.
+    """
+    results = _phase2_bwd(dy, dp, p, o1, lse, q, w, eps, output_eps)
+    places = (None, do, dlse, None if part is None else part[0, 0], None if part is None else part[1, 0])
+    for place, x in zip(places, results, strict=True):
+        if place is not None and x is not None:
+            place.copy_(x)
+    return results
+
+
+def _phase2_bwd(dy, dp, p, o1, lse, q, w, eps, output_eps):
     o = wide(o1)
     if p is None:
         do, dw = _norm_bwd(wide(dy), o, w, output_eps)

@@ -15,7 +15,18 @@ from tilewise.depth.triton.merge import merge_bwd_kernel, merge_fwd_kernel
 from tilewise.depth.triton.onepass import mix_bwd_kernel, mix_fwd_kernel
 from tilewise.depth.triton.sources import named, row_stride, rows, table
 
-__all__ = ["combine", "complete", "mix_bwd", "mix_fwd", "phase1_bwd", "phase2_bwd", "phase2_fwd", "scores", "serve_"]
+__all__ = [
+    "combine",
+    "complete",
+    "mix_bwd",
+    "mix_fwd",
+    "partials",
+    "phase1_bwd",
+    "phase2_bwd",
+    "phase2_fwd",
+    "scores",
+    "serve_",
+]
 
 GRADS = {torch.float16: triton.language.float16, torch.bfloat16: triton.language.bfloat16}
 
@@ -173,6 +184,11 @@ def phase2_fwd(update, prefix, o1, lse, q, w, eps, output_eps):
             num_warps=config.merge_warps(T, d),
         )
     return (update if prefix is None else new), y
+
+
+def partials(v: Tensor) -> int:
+    """Rows of dq and dw that :func:`phase2_bwd` leaves in `part` for a tensor `[T, d]` like `v`."""
+    return max(config.merge_bwd(*v.shape, v.element_size())["programs"], 1)
 
 
 def phase2_bwd(dy, dp, p, o1, lse, q, w, eps, output_eps, do=None, dlse=None, part=None):

@@ -154,9 +154,6 @@ def phase1_bwd(do1, dlse, sources, q, s, lse, r, into=None, fresh=False):
     do1 = [rows(x).contiguous() for x in do1]
     b, do = bank(sources), bank(do1)
     like, (T, d), (S, n) = b.base, b.base.shape, s.shape[:2]
-    if do.table is not None:
-        do1 = torch.stack(do1).unbind(0)
-        do = bank(do1)
     s, lse, r = s.contiguous(), lse.contiguous(), r.contiguous()
     size = like.element_size()
     grads = [torch.empty((T, d), dtype=like.dtype, device=like.device) for _ in sources] if into is None else into
@@ -172,7 +169,9 @@ def phase1_bwd(do1, dlse, sources, q, s, lse, r, into=None, fresh=False):
     cfg = config.inner_tiles(n, S, size)
     grid = (triton.cdiv(T, cfg["BT"]), triton.cdiv(n, cfg["BN"]), triton.cdiv(S, cfg["BS"]))
     strides = (do.stride8, b.stride8, b.row8)
-    inner_kernel[grid](do.base, like, table, g, T, n, S, *strides, TABLE=b.table is not None, D=d, **cfg)
+    do_table = like if do.table is None else do.table
+    flags = {"TABLE": b.table is not None, "DO_TABLE": do.table is not None}
+    inner_kernel[grid](do.base, do_table, like, table, g, T, n, S, *strides, **flags, D=d, **cfg)
     weights_kernel[(triton.cdiv(T, 32),)](
         s, lse, lse if dlse is None else dlse, r, g, a, c, T, n, S, DLSE=dlse is not None,
         BS=triton.next_power_of_2(S), BT=32, D=d, num_warps=4,
@@ -187,7 +186,8 @@ def phase1_bwd(do1, dlse, sources, q, s, lse, r, into=None, fresh=False):
         chunks = triton.cdiv(n, cfg["BN"])
         part = torch.empty((chunks * programs, m, d), dtype=torch.float32, device=like.device)
         source_grad_kernel[(triton.cdiv(d, cfg["BD"]), programs, chunks)](
-            do1[s0],
+            do.base if do.table is not None else do1[s0],
+            do_table[s0:] if do.table is not None else like,
             like,
             table,
             a[s0:],
@@ -202,7 +202,7 @@ def phase1_bwd(do1, dlse, sources, q, s, lse, r, into=None, fresh=False):
             m,
             *strides,
             out.stride8,
-            TABLE=b.table is not None,
+            **flags,
             GRAD_TABLE=out.table is not None,
             ADD=s0 > 0 or (into is not None and not fresh),
             SHRINK=s0 == 0,

@@ -14,6 +14,7 @@ from tilewise.depth.triton.common import source_rows
 @triton.jit(do_not_specialize=["T", "n", "S"])
 def inner_kernel(
     do_ptr,
+    do_table,
     base,
     table,
     g_ptr,
@@ -24,6 +25,7 @@ def inner_kernel(
     source_stride8,
     row_stride8,
     TABLE: tl.constexpr,
+    DO_TABLE: tl.constexpr,
     BS: tl.constexpr,
     BN: tl.constexpr,
     BT: tl.constexpr,
@@ -44,7 +46,7 @@ def inner_kernel(
     okm = (ms < S) & (mt < T)
     okr = (j < n) & (rt < T)
     rows = source_rows(base, table, tl.where(okr, j, 0), tl.where(okr, rt, 0), source_stride8, row_stride8, TABLE)
-    dos = do_ptr + ms.to(tl.int64) * do_stride8 * 8 + mt.to(tl.int64) * D
+    dos = source_rows(do_ptr, do_table, tl.where(okm, ms, 0), tl.where(okm, mt, 0), do_stride8, D // 8, DO_TABLE)
     ck = tl.arange(0, BK)
     acc = tl.zeros([M, R], tl.float32)
     for k in tl.range(0, D, BK, num_stages=STAGES):
@@ -90,6 +92,7 @@ def weights_kernel(
 @triton.jit(do_not_specialize=["T", "n", "S"])
 def source_grad_kernel(
     do_ptr,
+    do_table,
     base,
     table,
     a_ptr,
@@ -107,6 +110,7 @@ def source_grad_kernel(
     row_stride8,
     grad_stride8,
     TABLE: tl.constexpr,
+    DO_TABLE: tl.constexpr,
     GRAD_TABLE: tl.constexpr,
     ADD: tl.constexpr,
     SHRINK: tl.constexpr,
@@ -156,11 +160,8 @@ def source_grad_kernel(
         )
         vm = okr[:, None] & kc
         v = tl.load(rows[:, None] + cd[None, :], mask=vm, other=0.0)
-        do = tl.load(
-            do_ptr + (ms.to(tl.int64) * do_stride8 * 8 + mt.to(tl.int64) * D)[:, None] + cd[None, :],
-            mask=okm[:, None] & kc,
-            other=0.0,
-        )
+        dos = source_rows(do_ptr, do_table, tl.where(okm, ms, 0), tl.where(okm, mt, 0), do_stride8, D // 8, DO_TABLE)
+        do = tl.load(dos[:, None] + cd[None, :], mask=okm[:, None] & kc, other=0.0)
         dv = tl.dot(dr, qt, input_precision="ieee") * scale
         dv = tl.dot(wt, do, dv, input_precision="ieee")
         if SHRINK:

@@ -1,0 +1,101 @@
+"""Shared-gradient reads: the same function and the same gradients as the oracle, for a whole stack."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+
+from tilewise import depth
+from tilewise.depth import BlockReads, SharedSource, mix_norm_shared
+from tilewise.depth import reference as R
+
+D, T, S, BLOCKS = 16, 5, 3, 3
+
+
+def leaves():
+    x = torch.randn(T, D, dtype=torch.float64)
+    w = torch.randn(BLOCKS * S + 1, D, dtype=torch.float64)
+    g, o = (1 + 0.2 * torch.randn(BLOCKS * S + 1, D, dtype=torch.float64) for _ in range(2))
+    return [t.requires_grad_() for t in (x, w, g, o)]
+
+
+def layer(y, l):
+    return torch.tanh(y) * (1 + 0.1 * l)
+
+
+def oracle(x, w, g, o):
+    sources, prefix, l = [x], None, 0
+    for _ in range(BLOCKS):
+        for i in range(S):
+            values = sources if i == 0 else [*sources, prefix]
+            u = layer(R.mix_norm(values, w[l], g[l], o[l]), l)
+            prefix, l = u if i == 0 else prefix + u, l + 1
+        sources = [*sources, prefix]
+    return R.mix_norm(sources, w[l], g[l], o[l])
+
+
+def shared(x, w, g, o, save_o1, impl="eager"):
+    sources, l = [SharedSource(x)], 0
+    for _ in range(BLOCKS):
+        rows = slice(l, l + S)
+        reads = BlockReads(sources, w[rows], g[rows], o[rows], save_o1=save_o1, impl=impl)
+        u, prefix = layer(reads.first(), l), None
+        for i in range(1, S):
+            prefix, y = reads.merge(i, u, prefix)
+            u = layer(y, l + i)
+        sources, l = [*sources, SharedSource(prefix + u)], l + S
+    return mix_norm_shared(sources, w[l], g[l], o[l], impl=impl)
+
+
+@pytest.mark.parametrize("save_o1", [False, True])
+def test_a_stack_equals_the_oracle(save_o1):
+    args = leaves()
+    a, b = oracle(*args), shared(*args, save_o1)
+    torch.testing.assert_close(a, b)
+    seed = torch.randn_like(a)
+    want = torch.autograd.grad(a, args, seed)
+    for _ in range(2):
+        have = torch.autograd.grad(b, args, seed, retain_graph=True)
+        for x, y in zip(have, want, strict=True):
+            torch.testing.assert_close(x, y)
+
+
+def test_unused_reads_and_sources_have_no_gradient():
+    x, w, _, o = leaves()
+    a, b = SharedSource(x), SharedSource(2 * x)
+    reads = BlockReads([a, b], w[:S], None, o[:S])
+    _, y = reads.merge(1, x, None)
+    dw, dx = torch.autograd.grad(y.sum(), [w, x])
+    assert dw[1].abs().min() > 0
+    assert dw[[0, *range(2, len(w))]].abs().max() == 0
+    o1, lse = R.phase1([x, 2 * x], w[:S])
+    expected = torch.autograd.grad(R.phase2(x, None, o1[1], lse[1], w[1], None, o[1])[1].sum(), x)[0]
+    torch.testing.assert_close(dx, expected)
+
+
+def test_nothing_keeps_a_step_alive():
+    gc.disable()
+    try:
+        args = leaves()
+        y = shared(*args, False)
+        source = SharedSource(args[0] * 2)
+        reads = BlockReads([source], args[1][:1])
+        seen = [weakref.ref(t) for t in (source.value, reads._ticket, source.sum, reads._block)]
+        y.sum().backward()
+        del y, source, reads
+        assert [ref() for ref in seen] == [None] * 4
+    finally:
+        gc.enable()
+
+
+def test_bad_calls_say_so():
+    x, w, _, _ = leaves()
+    with pytest.raises(TypeError, match="wrap it: SharedSource"):
+        BlockReads([x], w)
+    with pytest.raises(TypeError, match=r"sources\[1\]: found Tensor"):
+        mix_norm_shared([SharedSource(x), x], w[0])
+    reads = BlockReads([SharedSource(x)], w[:S])
+    with pytest.raises(IndexError, match="i: found 0, expected 1 to 2"):
+        reads.merge(0, x, None)
+    assert depth.BlockReads is BlockReads
