@@ -104,7 +104,7 @@ def test_every_map_is_a_value(rows, first, length):
     assert met.min() >= NO_ROW
     assert met.max() < rows.size
     assert torch.equal(met, rows.span(first, first + length))
-    again = parse(rows.spec)
+    again = parse(rows.spec, rows.size)
     assert again == rows
     assert hash(again) == hash(rows)
     assert torch.equal(again(delta), met)

@@ -103,7 +103,7 @@ class Plan:
 
     def take(self, x: Tensor, b: int, heads: slice, rows: slice) -> Tensor:
         """Rows of x [B, H, T, …] in descending order, contiguous and in the dtype of the computation."""
-        return x[b, heads, rows].flip(1).to(self.dtype)
+        return x[b, heads, rows].flip(1).to(self.dtype).contiguous()
 
     def planes(self) -> Iterator[tuple[int, slice]]:
         """(batch entry, key heads) of the tiles that share rows of dK and dV."""

@@ -107,6 +107,21 @@ def _(
     return 2 * prod(q_shape[:3]) * k_shape[2] * (3 * q_shape[3] + 2 * v_shape[3])
 
 
+class _NotTwice(torch.autograd.Function):
+    """A gradient that depends on the inputs, and refuses to be differentiated with respect to them."""
+
+    @staticmethod
+    def forward(ctx, grad, *inputs):
+        return grad.clone()
+
+    @staticmethod
+    def backward(ctx, _):
+        raise RuntimeError(
+            "tilewise.attention is differentiable once: its backward has no gradient of its own. "
+            "impl='reference' can be differentiated any number of times"
+        )
+
+
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, bounds, keys, dense, seed, static, *tensors):
@@ -120,17 +135,20 @@ class _Attention(torch.autograd.Function):
         return o, lse
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx, do, dlse):
         q, k, v, o, lse, bounds, keys, dense, seed, *tensors = ctx.saved_tensors
         spec, scale, offset, left, right, dropout_p, impl = ctx.static
         need = [*ctx.needs_input_grad[:3], *ctx.needs_input_grad[8:]]
         do = torch.zeros_like(o) if do is None else do
-        dq, dk, dv, dtensors = torch.ops.tilewise.attn_bwd(
-            do, dlse, o, lse, need, q, k, v, tensors, bounds, keys, dense, seed, spec, scale, offset, left, right,
-            dropout_p, impl,
-        )  # fmt: skip
+        with torch.no_grad():
+            dq, dk, dv, dtensors = torch.ops.tilewise.attn_bwd(
+                do, dlse, o, lse, need, q, k, v, tensors, bounds, keys, dense, seed, spec, scale, offset, left, right,
+                dropout_p, impl,
+            )  # fmt: skip
         grads = [g if wanted else None for g, wanted in zip((dq, dk, dv, *dtensors), need, strict=True)]
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            # torch's once_differentiable only refuses where `do` needs a gradient; elsewhere it drops terms silently.
+            grads = [None if g is None else _NotTwice.apply(g, do, q, k, v, *tensors) for g in grads]
         return *grads[:3], None, None, None, None, None, *grads[3:]
 
 

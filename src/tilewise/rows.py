@@ -12,6 +12,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from operator import index
 
 import torch
 from torch import Tensor
@@ -71,17 +72,23 @@ class RowMap:
 
     @property
     def spec(self) -> str:
-        """The map as text; :func:`parse` gives it back."""
-        return ":".join((self.kind, *map(str, self.params)))
+        """The map as text; :func:`parse` gives it back.
+
+        An identity map's reach is left to its table's rows: they grow with the sequence, and text that did would be
+        compiled anew for every length.
+        """
+        params = self.params[1:] if self.kind == "identity" else self.params
+        return ":".join([self.kind, *[f"{n}" for n in params]])
 
 
-def parse(spec: str) -> RowMap:
-    """The map that :attr:`RowMap.spec` describes."""
+def parse(spec: str, table_rows: int) -> RowMap:
+    """The map that :attr:`RowMap.spec` describes, for a table of so many rows."""
     kind, *params = spec.split(":")
+    if kind == "identity":
+        return identity((table_rows - 1) // 2, bool(int(params[0])))
     if kind == "explicit":
         return RowMap("explicit", (params[0],), int(_EXPLICIT[params[0]][1].max()) + 1)
     make = {
-        "identity": identity,
         "clipped": clipped,
         "windowed": windowed,
         "t5": t5_buckets,
@@ -101,7 +108,7 @@ def identity(reach: int, descending: bool = False) -> RowMap:
         [0, 3, 6]
     """
     _require(reach >= 0, "reach", reach, "a number ≥ 0")
-    return RowMap("identity", (int(reach), int(descending)), 2 * reach + 1)
+    return RowMap("identity", (reach, int(descending)), 2 * reach + 1)
 
 
 def clipped(left: int, right: int, descending: bool = False) -> RowMap:
@@ -115,7 +122,7 @@ def clipped(left: int, right: int, descending: bool = False) -> RowMap:
         73
     """
     _require(left <= right, "left", left, f"a number ≤ right = {right}")
-    return RowMap("clipped", (int(left), int(right), int(descending)), right - left + 1)
+    return RowMap("clipped", (index(left), index(right), int(descending)), right - left + 1)
 
 
 def windowed(left: int, right: int, descending: bool = False) -> RowMap:
@@ -126,7 +133,7 @@ def windowed(left: int, right: int, descending: bool = False) -> RowMap:
         [-1, 0, 1, 2, -1]
     """
     _require(left <= right, "left", left, f"a number ≤ right = {right}")
-    return RowMap("windowed", (int(left), int(right), int(descending)), right - left + 1)
+    return RowMap("windowed", (index(left), index(right), int(descending)), right - left + 1)
 
 
 def t5_buckets(num_buckets: int = 32, max_distance: int = 128, bidirectional: bool = True) -> RowMap:
@@ -145,7 +152,7 @@ def t5_buckets(num_buckets: int = 32, max_distance: int = 128, bidirectional: bo
     exact = (num_buckets // 2 if bidirectional else num_buckets) // 2
     _require(exact >= 1, "num_buckets", num_buckets, "at least 4 (bidirectional) or 2")
     _require(max_distance > exact, "max_distance", max_distance, f"more than the {exact} exact buckets")
-    return RowMap("t5", (int(num_buckets), int(max_distance), int(bidirectional)), num_buckets)
+    return RowMap("t5", (index(num_buckets), index(max_distance), int(bidirectional)), num_buckets)
 
 
 def deberta_buckets(position_buckets: int, max_relative_positions: int) -> RowMap:
@@ -169,7 +176,7 @@ def deberta_buckets(position_buckets: int, max_relative_positions: int) -> RowMa
             max_relative_positions,
             f"more than position_buckets // 2 + 1 = {position_buckets // 2 + 1}",
         )
-    return RowMap("deberta", (int(position_buckets), int(max_relative_positions)), 2 * span)
+    return RowMap("deberta", (index(position_buckets), index(max_relative_positions)), 2 * span)
 
 
 def explicit(rows: Sequence[int] | Tensor, first: int) -> RowMap:

@@ -300,8 +300,10 @@ def ports_of(spec: str, tensors: list[Tensor]) -> list[Port]:
     rest, ports = iter(tensors), []
     for part in spec.split(";") if spec else []:
         kind, rows = part.split("=", 1)
-        table = next(rest)
-        ports.append(Port(kind.removesuffix("+"), parse(rows), table, next(rest) if kind.endswith("+") else None))
+        table, own = next(rest), kind.endswith("+")
+        kind = kind.removesuffix("+")
+        rows = parse(rows, table.shape[-1 if kind == "scalar" else -2])
+        ports.append(Port(kind, rows, table, next(rest) if own else None))
     return ports
 
 
@@ -323,6 +325,8 @@ def _check_table(term: Scalar | OnQuery | OnKey | OnValue, dims: tuple[int, int]
     if not table.dtype.is_floating_point:
         raise TypeError(f"{name}.table is {table.dtype}; expected a floating dtype")
     rows = table.shape[-1] if isinstance(term, Scalar) else table.shape[-2]
+    if term.rows.kind == "identity" and rows != term.rows.size:
+        raise ValueError(f"{name}.table has {rows} rows; expected {term.rows.size}, one for each offset of its map")
     if rows < term.rows.size:
         raise ValueError(
             f"{name}.table has {rows} rows; expected at least {term.rows.size}, which its map {term.rows.spec} needs"
