@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tilewise.depth.reference import wide
+
 from .residual import Residual, StandardStream, Stream
 
 __all__ = ["Attend", "Decoder", "DecoderConfig", "KVCache", "rope"]
@@ -89,7 +91,7 @@ def rope(positions: Tensor, width: int, theta: float) -> tuple[Tensor, Tensor]:
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    a, b = x.float().chunk(2, -1)
+    a, b = wide(x).chunk(2, -1)
     return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(x.dtype)
 
 
@@ -217,4 +219,4 @@ class Decoder(nn.Module):
     def loss(self, tokens: Tensor, **options) -> Tensor:
         """Mean next-token cross entropy of `[B, T + 1]` tokens, in nats."""
         logits = self(tokens[:, :-1], **options)
-        return F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
+        return F.cross_entropy(wide(logits.flatten(0, 1)), tokens[:, 1:].flatten())

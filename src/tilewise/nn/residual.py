@@ -46,6 +46,10 @@ class _Order:
 class Stream:
     """One forward pass of a residual stream over depth. Made by calling :class:`AttnRes`; used once.
 
+    Attributes:
+        state: tensors of the stream between two sublayers.
+        complete: (number, prefix, update) → the source that a finished block becomes; the sum unless replaced.
+
     Example:
         >>> residual = AttnRes(64, Schedule.block(4, 2))
         >>> stream = residual(torch.randn(2, 5, 64))
@@ -57,6 +61,7 @@ class Stream:
 
     def __init__(self, schedule: Schedule, reads: Reads, state: State, position: int | None = None) -> None:
         self.schedule, self.reads, self.state = schedule, reads, state
+        self.complete = functional.total
         self._order = _Order(reads.first if position is None else position, reads.last)
 
     @property
@@ -71,7 +76,9 @@ class Stream:
             ValueError: l is not the next sublayer, or the last one has not been written.
         """
         self._order.read(sublayer)
-        y, self.state = functional.read(self.state, self.schedule, self.reads, sublayer, norm_weight)
+        y, self.state = functional.read(
+            self.state, self.schedule, self.reads, sublayer, norm_weight, complete=self.complete
+        )
         return y
 
     def write(self, sublayer: int, update: Tensor) -> None:
@@ -103,6 +110,7 @@ class Stream:
 
         def run(state: State, *args):
             inner = Stream(self.schedule, self.reads, state, start)
+            inner.complete = self.complete
             function(inner, *args, **kwargs)
             if not inner._order.reading:
                 raise ValueError(f"function: found sublayer {inner.position} read but not written, expected both")

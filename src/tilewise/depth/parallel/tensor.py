@@ -1,0 +1,201 @@
+"""Tensor parallelism with the sources sharded along the sequence: reduce-scatter, reads on the shard, all-gather.
+
+The all-reduce after a row-parallel sublayer is split in two, and everything that belongs to the residual stream happens
+between the halves, on 1 / P of the tokens: the same bytes on the wire, 1 / P of the bank and of its traffic. A token's
+sources live on exactly one rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tilewise.depth.state import InferenceState
+
+__all__ = ["SequenceSharded", "ShardedStream", "gather_tokens", "scatter_partial", "shared_parameter", "slice_tokens"]
+
+# Names since torch 2.13; the older ones are deprecated there.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def _padded(x: Tensor, ranks: int) -> Tensor:
+    """`x` `[T, d]` with zero rows behind, to a multiple of `ranks`; zero rows read and write zeros everywhere."""
+    rows = -(-x.shape[0] // ranks) * ranks
+    return x.contiguous() if rows == x.shape[0] else torch.nn.functional.pad(x, (0, 0, 0, rows - x.shape[0]))
+
+
+def _gather(shard: Tensor, tokens: int, group: dist.ProcessGroup) -> Tensor:
+    full = shard.new_empty(shard.shape[0] * group.size(), shard.shape[1])
+    _all_gather(full, shard.contiguous(), group=group)
+    return full[:tokens]
+
+
+def _scatter(full: Tensor, group: dist.ProcessGroup) -> Tensor:
+    padded = _padded(full, group.size())
+    shard = padded.new_empty(padded.shape[0] // group.size(), padded.shape[1])
+    _reduce_scatter(shard, padded, group=group)
+    return shard
+
+
+def _slice(full: Tensor, group: dist.ProcessGroup) -> Tensor:
+    return _padded(full, group.size()).chunk(group.size())[group.rank()].clone()
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, shard, tokens, group, partial):
+        ctx.group, ctx.partial = group, partial
+        return _gather(shard, tokens, group)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return (_scatter if ctx.partial else _slice)(grad, ctx.group), None, None, None
+
+
+class _Scatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, full, group, partial):
+        ctx.group, ctx.tokens = group, full.shape[0]
+        return (_scatter if partial else _slice)(full, group)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return _gather(grad, ctx.tokens, ctx.group), None, None
+
+
+class _Shared(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, parameter, group):
+        ctx.group = group
+        return parameter.view_as(parameter)
+
+    @staticmethod
+    def backward(ctx, grad):
+        # In fp32: the sum of P bf16 partial sums would be rounded P - 1 times.
+        total = grad.float() if grad.dtype in (torch.float16, torch.bfloat16) else grad.clone()
+        dist.all_reduce(total, group=ctx.group)
+        return total.to(grad.dtype), None
+
+
+def gather_tokens(shard: Tensor, tokens: int, group: dist.ProcessGroup, *, partial: bool = True) -> Tensor:
+    """All tokens `[T, d]` from every rank's shard `[ceil(T / P), d]`.
+
+    Args:
+        shard: this rank's rows; rows beyond T are padding.
+        tokens: T.
+        group: the tensor-parallel group.
+        partial: what follows is split over the ranks (column-parallel), so the gradients of the ranks are parts of a
+            sum: backward is a reduce-scatter. Otherwise every rank computes the same, and backward takes a slice.
+    """
+    return _Gather.apply(shard, tokens, group, partial)
+
+
+def scatter_partial(full: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """This rank's rows `[ceil(T / P), d]` of the sum over ranks of `full` `[T, d]`; backward is an all-gather."""
+    return _Scatter.apply(full, group, True)
+
+
+def slice_tokens(full: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """This rank's rows of a tensor that every rank holds alike; backward is an all-gather."""
+    return _Scatter.apply(full, group, False)
+
+
+def shared_parameter(parameter: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """A parameter that every rank holds alike and uses on its own tokens; backward sums over the ranks."""
+    return _Shared.apply(parameter, group)
+
+
+class SequenceSharded:
+    """Makes streams whose sources, prefix and reads are sharded along the sequence over a tensor-parallel group.
+
+    Used in place of the residual module: `stream = SequenceSharded(residual, group)(embedding)`; then as always.
+    `read` returns the normalised input of all tokens on every rank, for column-parallel layers; `write` takes this
+    rank's partial output of a row-parallel layer, before any all-reduce.
+
+    Args:
+        residual: an :class:`tilewise.nn.AttnRes` or an :class:`tilewise.depth.InferenceState` (made for
+            ceil(max tokens / P) tokens), alike on all ranks.
+        group: the tensor-parallel process group; None means the default group.
+        partial: sublayers are split over the ranks. False: every rank computes whole sublayers alike.
+
+    Example:
+        >>> from tilewise.depth import Schedule
+        >>> from tilewise.nn import AttnRes
+        >>> if not dist.is_initialized():
+        ...     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> stream = SequenceSharded(AttnRes(8, Schedule.block(2, 1)))(torch.randn(1, 3, 8))
+        >>> stream.read(0).shape
+        torch.Size([1, 3, 8])
+    """
+
+    def __init__(
+        self, residual: Callable[..., object], group: dist.ProcessGroup | None = None, *, partial: bool = True
+    ) -> None:
+        self.residual, self.partial = residual, partial
+        self.group = dist.group.WORLD if group is None else group
+
+    def __call__(self, embedding: Tensor) -> ShardedStream:
+        """Begin with an embedding `[..., d]` that every rank holds alike."""
+        shard = slice_tokens(embedding.flatten(0, -2), self.group)
+        inner = self.residual(shard)
+        if not isinstance(self.residual, InferenceState):
+            reads = inner.reads
+            inner.reads = reads._replace(
+                query=shared_parameter(reads.query, self.group),
+                key_weight=shared_parameter(reads.key_weight, self.group),
+            )
+        return ShardedStream(inner, embedding.shape, self.group, self.partial)
+
+
+class ShardedStream:
+    """One pass with the face of :class:`tilewise.nn.Stream`; made by :class:`SequenceSharded`.
+
+    Attributes:
+        local: the stream of this rank's tokens.
+    """
+
+    def __init__(self, local, shape: torch.Size, group: dist.ProcessGroup, partial: bool) -> None:
+        self.local, self._shape, self._group, self._partial = local, shape, group, partial
+        self._tokens = shape[:-1].numel()
+
+    def read(self, sublayer: int, norm_weight: Tensor | None = None) -> Tensor:
+        """Input of sublayer l for all tokens: read on the shard, then all-gather."""
+        y = self.local.read(sublayer, self._weight(norm_weight))
+        return gather_tokens(y, self._tokens, self._group, partial=self._partial).view(self._shape)
+
+    def write(self, sublayer: int, update: Tensor) -> None:
+        """This rank's part of the output of sublayer l for all tokens: reduce-scatter.
+
+        Raises:
+            ValueError: another shape than the embedding's.
+        """
+        if update.shape != self._shape:
+            raise ValueError(f"update: found shape {tuple(update.shape)}, expected {tuple(self._shape)}")
+        flat = update.reshape(self._tokens, -1)
+        scatter = scatter_partial if self._partial else slice_tokens
+        self.local.write(sublayer, scatter(flat, self._group))
+
+    def output(self, norm_weight: Tensor | None = None, *, partial: bool = False) -> Tensor:
+        """The output head's read for all tokens.
+
+        Args:
+            norm_weight: weight of the final norm, or None.
+            partial: the head is split over the ranks (vocabulary-parallel) rather than computed alike by all.
+        """
+        y = self.local.output(self._weight(norm_weight))
+        return gather_tokens(y, self._tokens, self._group, partial=partial).view(self._shape)
+
+    def checkpoint(self, function: Callable[..., None], *args, **kwargs) -> None:
+        """As :meth:`tilewise.nn.Stream.checkpoint`; the collectives inside are repeated in the backward."""
+
+        def run(local, *args):
+            function(ShardedStream(local, self._shape, self._group, self._partial), *args, **kwargs)
+
+        self.local.checkpoint(run, *args)
+
+    def _weight(self, weight: Tensor | None) -> Tensor | None:
+        return weight if weight is None or not weight.requires_grad else shared_parameter(weight, self._group)

@@ -1,0 +1,216 @@
+"""What the processes of test_depth_parallel.py run; every comparison is against one process's whole model, in fp64."""
+
+import copy
+import os
+import traceback
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+
+from tilewise.depth import InferenceState, Schedule
+from tilewise.depth.parallel import (
+    DepthPipelineStage,
+    PipelinePlan,
+    SequenceSharded,
+    SourceCache,
+    paper_cached,
+    paper_naive,
+)
+from tilewise.nn import Decoder, DecoderConfig
+from tilewise.nn.parallel import decoder_stage, tensor_parallel
+
+EXACT = dict(rtol=1e-10, atol=1e-12)
+
+
+def model(residual="block", layers=4, block=3, schedule=None, tied=False):
+    torch.manual_seed(3)
+    sizes = dict(vocab=24, d=16, layers=layers, heads=8, kv_heads=4, hidden=16, tied=tied)
+    decoder = Decoder(DecoderConfig(residual=residual, block=block, **sizes)).double()
+    if schedule is not None:
+        decoder.residual.schedule = schedule
+    with torch.no_grad():
+        for p in (decoder.residual.query, decoder.residual.key_weight, decoder.norm):
+            p.normal_(1, 0.5)
+    return decoder
+
+
+def tokens(batch, length):
+    return torch.randint(24, (batch, length), generator=torch.Generator().manual_seed(5))
+
+
+def assert_grads(decoder, whole, cut=lambda name, grad: grad):
+    for (name, p), (_, q) in zip(decoder.named_parameters(), whole.named_parameters(), strict=True):
+        torch.testing.assert_close(p.grad, cut(name, q.grad), msg=lambda m, n=name: f"{n}: {m}", **EXACT)
+
+
+def tensor_parallel_equals_one_process(rank, ranks):
+    """Uneven tokens, fewer tokens than ranks, Block and Full, with and without recomputation: loss and gradients."""
+
+    def cut(name, grad):
+        part = name.split(".")[-2] if name.startswith("layers") and name.endswith("weight") else ""
+        return grad.chunk(ranks, 0 if part in ("q", "k", "v", "gate", "up") else 1)[rank] if part else grad
+
+    for kind, (batch, length), recompute in (
+        ("block", (1, 8), False),
+        ("block", (3, 4), True),
+        ("full", (1, 2), False),
+        ("block", (1, 4), False),
+    ):
+        whole = model(kind)
+        sharded = tensor_parallel(copy.deepcopy(whole))
+        x = tokens(batch, length)
+        expected = whole.loss(x)
+        expected.backward()
+        got = sharded.loss(x, residual=SequenceSharded(sharded.residual), recompute=recompute)
+        got.backward()
+        torch.testing.assert_close(got, expected, **EXACT)
+        assert_grads(sharded, whole, cut)
+
+
+def replicated_sublayers_with_a_sharded_bank(rank, ranks):
+    """partial=False: every rank computes whole sublayers, only the sources are sharded."""
+    whole = model()
+    sharded, x = copy.deepcopy(whole), tokens(1, 6)
+    whole.loss(x).backward()
+    sharded.loss(x, residual=SequenceSharded(sharded.residual, partial=False)).backward()
+    assert_grads(sharded, whole)
+
+
+def sharded_inference(rank, ranks):
+    """Inference with a bank of 1 / P of the tokens on each rank."""
+    whole = model()
+    sharded, x = tensor_parallel(copy.deepcopy(whole)), tokens(1, 7)
+    rows = -(-7 // ranks)
+    state = InferenceState(sharded.residual.schedule, sharded.residual.reads(), max_tokens=rows)
+    with torch.no_grad():
+        got = sharded(x, residual=SequenceSharded(state))
+        torch.testing.assert_close(got, whole(x), **EXACT)
+    assert state.nbytes == len(whole.residual.schedule.starts) * rows * 16 * 8
+
+
+def run_pipeline(rank, ranks, virtual, schedule_class, whole, plan, microbatches=4, steps=1):
+    cache = SourceCache()
+    modules = [decoder_stage(copy.deepcopy(whole), plan, c, cache) for c in range(rank, plan.stages, ranks)]
+    stages = [DepthPipelineStage(m, torch.device("cpu")) for m in modules]
+
+    def loss(logits, target):
+        return F.cross_entropy(logits.flatten(0, 1), target.flatten())
+
+    pipeline = schedule_class(stages if virtual > 1 else stages[0], microbatches, loss_fn=loss)
+    x = tokens(microbatches, 6)
+    for _ in range(steps):
+        for m in modules:
+            m.zero_grad()
+        losses = []
+        inputs = (x[:, :-1],) if rank == 0 else ()
+        more = {"target": x[:, 1:], "losses": losses} if plan.rank(plan.stages - 1) == rank else {}
+        pipeline.step(*inputs, **more)
+    return cache, modules, stages, x
+
+
+def pipeline_equals_one_process(rank, ranks, virtual, schedule_class, schedule, layers, bounds=None):
+    """Gradients of every stage, and the bytes sent by every rank, counted from the send operations."""
+    kind = "full" if schedule.full else "block"
+    whole = model(kind, layers=layers, schedule=schedule)
+    plan = PipelinePlan(schedule, bounds, ranks) if bounds else PipelinePlan.even(schedule, ranks, virtual)
+    cache, modules, stages, x = run_pipeline(rank, ranks, virtual, schedule_class, whole, plan, steps=2)
+    whole.loss(x).backward()
+    for module in modules:
+        first, last = plan.bounds[module.index : module.index + 2]
+        end = last + (module.index == plan.stages - 1)
+        for name in ("query", "key_weight"):
+            expected = getattr(whole.residual, name).grad[first:end]
+            got = getattr(module.residual, name).grad
+            torch.testing.assert_close(got, expected, msg=lambda m, n=name, i=module.index: f"{n} {i}: {m}", **EXACT)
+        for layer, reference in zip(module.body.layers, whole.layers[first // 2 : last // 2], strict=True):
+            assert_grads(layer, reference)
+        if module.embed is not None:
+            assert_grads(module.embed, whole.embedding)
+        if module.head is not None:
+            assert_grads(module.head.head, whole.head)
+    assert cache.nbytes == 0
+    sent = torch.tensor([sum(s.sent_forward for s in stages), sum(s.sent_backward for s in stages)])
+    dist.all_reduce(sent)
+    once = plan.bytes(tokens=x.shape[0] * (x.shape[1] - 1), d=16, itemsize=8)
+    assert sent.tolist() == [2 * once, 2 * once], (sent, once)
+    return plan
+
+
+def pipelines(rank, ranks):
+    """GPipe, 1F1B and interleaved 1F1B; blocks aligned with stages, inside stages and across them; Full."""
+    if ranks == 4:
+        plan = pipeline_equals_one_process(rank, 4, 2, ScheduleInterleaved1F1B, Schedule.block(16, 2), 8)
+        saved, embedding = plan.own_blocks_and_embedding()
+        assert sum(plan.vectors()) == paper_cached(4, 2, 1) - saved + embedding
+        assert sum(plan.vectors(naive=True)) == paper_naive(4, 2, 1) + plan.stages - 1
+        pipeline_equals_one_process(rank, 4, 1, Schedule1F1B, Schedule.block(8, 3), 4)
+        return
+    uneven = Schedule.at(12, (0, 1, 5, 6), one_pass_sources=0)
+    pipeline_equals_one_process(rank, 2, 1, ScheduleGPipe, uneven, 6, (0, 8, 12))
+    pipeline_equals_one_process(rank, 2, 3, ScheduleInterleaved1F1B, Schedule.block(12, 5, one_pass_sources=1), 6)
+    pipeline_equals_one_process(rank, 2, 2, ScheduleInterleaved1F1B, Schedule.full_attention(8, 3), 4)
+
+
+def pipeline_evaluation_leaves_nothing_cached(rank, ranks):
+    whole = model(layers=8, schedule=Schedule.block(16, 3))
+    plan = PipelinePlan.even(whole.residual.schedule, ranks, 2)
+    cache = SourceCache()
+    modules = [decoder_stage(copy.deepcopy(whole), plan, c, cache) for c in range(rank, plan.stages, ranks)]
+    stages = [DepthPipelineStage(m, torch.device("cpu")) for m in modules]
+    pipeline = ScheduleInterleaved1F1B(stages, 4, loss_fn=None)
+    x = tokens(4, 5)
+    with torch.no_grad():
+        out = pipeline.step(*((x,) if rank == 0 else ()))
+        if plan.rank(plan.stages - 1) == rank:
+            torch.testing.assert_close(out, whole(x), **EXACT)
+    assert cache.nbytes == 0
+
+
+def fsdp2_with_recomputation(rank, ranks):
+    """FSDP2 around every sublayer and the root, with activation checkpointing: gradients of the mean over ranks."""
+    whole, batch = model(tied=True), tokens(2 * ranks, 6)
+    sharded = copy.deepcopy(whole)
+    mesh = init_device_mesh("cpu", (ranks,))
+    for layer in sharded.layers:
+        fully_shard(layer.attention, mesh=mesh)
+        fully_shard(layer.mlp, mesh=mesh)
+    fully_shard(sharded, mesh=mesh)
+    for recompute in (False, True):
+        whole.zero_grad()
+        sharded.zero_grad()
+        whole.loss(batch).backward()
+        sharded.loss(batch[2 * rank : 2 * rank + 2], recompute=recompute).backward()
+        for (name, p), (_, q) in zip(sharded.named_parameters(), whole.named_parameters(), strict=True):
+            grad = p.grad.full_tensor()
+            torch.testing.assert_close(grad, q.grad, msg=lambda m, n=name: f"{n}: {m}", **EXACT)
+
+
+CASES = (
+    tensor_parallel_equals_one_process,
+    replicated_sublayers_with_a_sharded_bank,
+    sharded_inference,
+    pipelines,
+    pipeline_evaluation_leaves_nothing_cached,
+    fsdp2_with_recomputation,
+)
+
+
+def worker(rank, ranks, store, results):
+    """Run every case; put (case, rank, error) into the queue. A failure ends the run, since ranks would part ways."""
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
+    for case in CASES:
+        try:
+            case(rank, ranks)
+        except Exception:
+            results.put((case.__name__, rank, traceback.format_exc()))
+            results.close()
+            results.join_thread()
+            os._exit(1)
+        results.put((case.__name__, rank, None))
+    dist.destroy_process_group()
