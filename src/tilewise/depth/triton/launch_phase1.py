@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import triton
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
+import triton
 from tilewise.depth.triton import config
 from tilewise.depth.triton.phase1 import combine_kernel, finish_kernel, scores_kernel
 from tilewise.depth.triton.phase1_bwd import inner_kernel, source_grad_kernel, weights_kernel
@@ -16,10 +17,26 @@ from tilewise.depth.triton.sources import bank, rows
 __all__ = ["combine", "complete", "phase1_bwd", "scores", "split_queries"]
 
 
+_SPLIT = WeakIdKeyDictionary()
+
+
 def split_queries(q: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """fp32 queries as high + low parts in `dtype`: two dots give the score 16 (bf16) or 22 (fp16) bits of the query."""
+    """fp32 queries as high + low parts in `dtype`: two dots give the score 16 (bf16) or 22 (fp16) bits of the query.
+
+    The parts are remembered for as long as the caller keeps `q` and does not write to it, so that a decode step with
+    folded queries launches nothing for them. Inside a graph capture nothing is remembered: that memory is the graph's.
+    """
+    if dtype == torch.float32:
+        return q, q
+    version = -1 if q.is_inference() else q._version
+    known = _SPLIT.get(q)
+    if known is not None and known[0] == (version, dtype) and version >= 0:
+        return known[1]
     high = q.to(dtype)
-    return high, high if dtype == torch.float32 else (q - high.float()).to(dtype)
+    parts = high, (q - high.float()).to(dtype)
+    if version >= 0 and not (q.is_cuda and torch.cuda.is_current_stream_capturing()):
+        _SPLIT[q] = (version, dtype), parts
+    return parts
 
 
 def _scores(v: Sequence[Tensor] | None, add, q, eps, s, r) -> None:

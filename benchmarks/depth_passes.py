@@ -1,0 +1,154 @@
+"""Whole passes of the residual machinery over a stack of sublayers with a trivial update, for `depth_kernels.py`."""
+
+import torch
+import triton.language as tl
+
+import triton
+from tilewise.depth import BlockReads, SharedSource, mix_norm_shared
+from tilewise.depth.triton import launch
+
+EPS = 1e-6
+
+
+@triton.jit
+def _plain_kernel(U, H, W, Y, eps, D: tl.constexpr, BD: tl.constexpr):
+    """h += u; y = RMSNorm(h) * w: the plain residual, tuned the same way as the merge kernel."""
+    t = tl.program_id(0).to(tl.int64)
+    c = tl.arange(0, BD)
+    m = c < D
+    h = tl.load(H + t * D + c, mask=m, other=0.0)
+    u = tl.load(U + t * D + c, mask=m, other=0.0)
+    h = (h.to(tl.float32) + u.to(tl.float32)).to(h.dtype)
+    tl.store(H + t * D + c, h, mask=m)
+    h = h.to(tl.float32)
+    w = tl.load(W + c, mask=m, other=0.0, eviction_policy="evict_last").to(tl.float32)
+    tl.store(Y + t * D + c, (h * tl.rsqrt(tl.sum(h * h, 0) / D + eps) * w).to(Y.dtype.element_ty), mask=m)
+
+
+def update(y):
+    return y * 0.7
+
+
+def update_only(x, layers):
+    def run():
+        y = x
+        for _ in range(layers):
+            y = update(y)
+        return y
+
+    return run
+
+
+def plain(x, W, layers):
+    h, y, (T, d) = torch.empty_like(x), torch.empty_like(x), x.shape
+    warps = 4 if T > 1024 else 8
+
+    def run():
+        h.copy_(x)
+        u = update(x)
+        for l in range(layers):
+            _plain_kernel[(T,)](u, h, W[l], y, EPS, D=d, BD=triton.next_power_of_2(d), num_warps=warps)
+            u = update(y)
+        return y
+
+    return run
+
+
+class Inference:
+    """Prefill or decode: one-pass while at most `hybrid` blocks are complete, then two phases with scores ahead."""
+
+    def __init__(self, x, Q, W, layers, S, hybrid):
+        self.x, self.W, self.layers, self.S, self.hybrid = x, W, layers, S, hybrid
+        (T, d), N = x.shape, layers // S
+        self.bank = torch.empty((N + 1, T, d), dtype=x.dtype, device=x.device)
+        self.scores = torch.empty((layers, N + 1, T), dtype=torch.float32, device=x.device)
+        self.o1 = torch.empty((S, T, d), dtype=x.dtype, device=x.device)
+        self.lse = torch.empty((S, T), dtype=torch.float32, device=x.device)
+        self.q = list(Q.unbind(0))
+        self.later = [Q[b * S : layers] for b in range(N)]
+
+    def __call__(self):
+        S, bank = self.S, self.bank
+        bank[0].copy_(self.x)
+        u = p = None
+        for l in range(self.layers):
+            b, i = divmod(l, S)
+            n, q, w = b + 1, self.q[l], self.W[l]
+            if n <= self.hybrid:
+                if i == 0 and b == 0:
+                    y = launch.mix_fwd([bank[0]], None, None, q, w, EPS, EPS)[1]
+                elif i == 0:
+                    y = launch._mix(bank[: n - 1].unbind(0), u, p, bank[b], None, q, w, EPS, EPS)
+                else:
+                    p, y = launch.mix_fwd(bank[:n].unbind(0), u, p, q, w, EPS, EPS)
+            elif i == 0:
+                first = b * S
+                if n == self.hybrid + 1 and b:
+                    launch.scores(bank[:b].unbind(0), self.later[b], EPS, out=self.scores[first:, :b])
+                if b:
+                    launch.complete(u, p, self.later[b], EPS, block=bank[b], out=self.scores[first:, b])
+                else:
+                    launch.scores([bank[0]], self.later[0], EPS, out=self.scores[:, :1])
+                launch.combine(bank[:n].unbind(0), self.scores[first : first + S, :n], self.o1, self.lse)
+                y = launch.phase2_fwd(None, None, self.o1[0], None, None, w, EPS, EPS)[1]
+            else:
+                p, y = launch.phase2_fwd(u, p, self.o1[i], self.lse[i], q, w, EPS, EPS)
+            if i == 0:
+                p = None
+            u = update(y)
+        N = self.layers // S
+        return launch._mix(bank[:N].unbind(0), u, p, bank[N], None, self.q[-1], self.W[-1], EPS, EPS)
+
+
+def naive(x, Q, W, layers, S):
+    """The same pass in fp64, from the equations."""
+
+    def rms(v):
+        return v * torch.rsqrt(v.square().mean(-1, keepdim=True) + EPS)
+
+    x, Q, W = x.double(), Q.double(), W.double()
+    blocks, p = [x], None
+    for l in range(layers + 1):
+        v = torch.stack(blocks if p is None else [*blocks, p])
+        h = ((rms(v) @ Q[l]).softmax(0)[..., None] * v).sum(0)
+        y = rms(h) * W[l]
+        if l < layers:
+            u = y * 0.7
+            p = u if p is None else p + u
+            if (l + 1) % S == 0:
+                blocks, p = [*blocks, p], None
+    return y
+
+
+def train_forward(x, Q, W, layers, S, save_o1=False):
+    sources, queries, weights = [SharedSource(x)], Q.split(S), W.split(S)
+    for b in range(layers // S):
+        reads = BlockReads(sources, queries[b], None, weights[b], eps=EPS, save_o1=save_o1)
+        u, p = update(reads.first()), None
+        for i in range(1, S):
+            p, y = reads.merge(i, u, p)
+            u = update(y)
+        sources.append(SharedSource(p + u))
+    return mix_norm_shared(sources, queries[-1][0], None, weights[-1][0], eps=EPS)
+
+
+def train(x, Q, W, layers, S, dy, save_o1=False):
+    leaves = [t.detach().clone().requires_grad_() for t in (x, Q, W)]
+
+    def run():
+        for t in leaves:
+            t.grad = None
+        train_forward(*leaves, layers, S, save_o1).backward(dy)
+        return leaves
+
+    return run
+
+
+def update_only_train(x, layers):
+    def run():
+        y = x
+        for _ in range(2 * layers):
+            y = update(y)
+        return y
+
+    return run
