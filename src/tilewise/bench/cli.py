@@ -91,7 +91,7 @@ def run(
             typer.echo(f"{cell.case:<15}{cell.n:>6} {','.join(cell.passes):<8} {cell.system}")
         typer.echo(f"{len(cells)} cells, about {runner.estimate(cells, plan):.0f} s")
         return
-    path = json_path or Path("benchmarks/results") / records.gpu_name(where).lower().replace(" ", "-") / "relative.json"
+    path = json_path or Path("benchmarks/results") / records.gpu_name(where).lower() / f"{set_name}.json"
     limits = runner.Limits(measure=cell_limit, total=time_limit)
     outcome = runner.run(cells, path, plan=plan, limits=limits, again=again, say=typer.echo)
     typer.echo(f"Results: {path}")

@@ -24,7 +24,7 @@ from pathlib import Path
 
 from . import records as store
 from .cells import Cell
-from .sets import SETS
+from .sets import SETS, bench_set
 from .timing import Plan
 from .worker import blank
 
@@ -59,9 +59,7 @@ def select(
     Raises:
         ValueError: an unknown name, or nothing left that the device can run.
     """
-    if set_name not in SETS:
-        raise ValueError(f"set is {set_name!r}; expected {' or '.join(map(repr, SETS))}")
-    bench = SETS[set_name]
+    bench = bench_set(set_name)
     default = bench.defaults(device)
     for what, found, known in (
         ("case", cases, bench.cases),
@@ -102,7 +100,7 @@ def estimate(cells: Sequence[Cell], plan: Plan) -> float:
 
 
 def _compiles(cell: Cell) -> bool:
-    return cell.device == "cuda" and SETS[cell.set].compiles(cell.system)
+    return cell.device == "cuda" and bench_set(cell.set).compiles(cell.system)
 
 
 def _groups(cells: Sequence[Cell]) -> list[list[Cell]]:
@@ -124,6 +122,7 @@ class _Process:
     cell: Cell | None = None
     since: float = field(default_factory=time.monotonic)
     killed: str | None = None
+    listener: threading.Thread | None = None
 
     def enter(self, state: str, cell: Cell | None = None) -> None:
         self.state, self.cell, self.since = state, cell, time.monotonic()
@@ -143,7 +142,7 @@ class _Run:
     def __init__(self, cells: Sequence[Cell], path: Path, plan: Plan, limits: Limits, say: Callable[[str], None]):
         self.path, self.plan, self.limits, self.say = path, plan, limits, say
         self.device = cells[0].device
-        self.bench = SETS[cells[0].set]
+        self.bench = bench_set(cells[0].set)
         self.id = uuid.uuid4().hex[:8]
         self.began = time.monotonic()
         self.left = {key for cell in cells for key in cell.keys()}
@@ -163,14 +162,9 @@ class _Run:
     def start(self, kind: str, cells: list[Cell]) -> None:
         number = uuid.uuid4().hex[:8]
         job, errors = self.folder / f"{number}.json", self.folder / f"{number}.err"
-        job.write_text(
-            json.dumps(
-                {
-                    "kind": kind, "cells": [c.to_json() for c in cells], "plan": asdict(self.plan),
-                    "lock": str(self.folder / "lock"), "truths": str(self.folder),
-                }
-            )
-        )  # fmt: skip
+        what = {"kind": kind, "bench": SETS[self.bench.name], "cells": [c.to_json() for c in cells]}
+        where = {"lock": str(self.folder / "lock"), "truths": str(self.folder)}
+        job.write_text(json.dumps({**what, **where, "plan": asdict(self.plan)}))
         environment = dict(os.environ, PYTHONUNBUFFERED="1")
         # Every process compiles at once: a pool of compilers in each would only compete.
         environment.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
@@ -181,11 +175,13 @@ class _Run:
             )  # fmt: skip
         process = _Process(kind, cells, handle, errors)
         self.alive.append(process)
-        threading.Thread(target=self._listen, args=(process,), daemon=True).start()
+        process.listener = threading.Thread(target=self._listen, args=(process,), daemon=True)
+        process.listener.start()
 
     def _listen(self, process: _Process) -> None:
-        for line in process.handle.stdout:
-            self.events.put((process, json.loads(line)))
+        with process.handle.stdout as lines:
+            for line in lines:
+                self.events.put((process, json.loads(line)))
         process.handle.wait()
         self.events.put((process, {"event": "end"}))
 
@@ -255,7 +251,7 @@ class _Run:
     def close(self) -> None:
         for process in self.alive:
             process.kill("the run ended")
-            process.handle.wait()
+            process.listener.join()
         for path in self.folder.iterdir():
             path.unlink()
         self.folder.rmdir()

@@ -1,10 +1,29 @@
-"""The benchmark sets by name: what ``tilewise bench run --set`` offers."""
+"""The benchmark sets by name: what ``tilewise bench run --set`` offers, each imported when it is asked for."""
 
 from __future__ import annotations
 
+import importlib
+
 from .cells import BenchSet
-from .relative import RELATIVE
 
-__all__ = ["SETS"]
+__all__ = ["SETS", "bench_set", "load"]
 
-SETS: dict[str, BenchSet] = {RELATIVE.name: RELATIVE}
+SETS: dict[str, str] = {"relative": "tilewise.bench.relative:RELATIVE"}
+"""Name ↦ ``module:attribute`` of a :class:`tilewise.bench.cells.BenchSet`."""
+
+
+def load(path: str) -> BenchSet:
+    """The set at ``module:attribute``."""
+    module, attribute = path.split(":")
+    return getattr(importlib.import_module(module), attribute)
+
+
+def bench_set(name: str) -> BenchSet:
+    """The set of a name.
+
+    Raises:
+        ValueError: no such set.
+    """
+    if name not in SETS:
+        raise ValueError(f"set is {name!r}; expected {' or '.join(map(repr, SETS))}")
+    return load(SETS[name])

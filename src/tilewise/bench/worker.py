@@ -19,7 +19,7 @@ import torch
 
 from .cells import BenchSet, Cell, Truth, Workload
 from .oracle import verdict
-from .sets import SETS
+from .sets import load
 from .timing import Plan, backward_of, captured, compare, peak_mib, synchronize
 
 __all__ = ["main"]
@@ -41,7 +41,7 @@ def main() -> None:
         events.write(json.dumps({"event": event, **values}, allow_nan=False) + "\n")
 
     cells = [Cell.from_json(c) for c in job["cells"]]
-    bench = SETS[cells[0].set]
+    bench = load(job["bench"])
     lock = _Lock(job["lock"])
     truths = Path(job["truths"])
     try:

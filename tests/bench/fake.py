@@ -1,0 +1,69 @@
+"""A benchmark set whose systems misbehave, for the runner's tests; worker processes import it by its path.
+
+A process takes its cells by length, then by case. "mixed" dies in (a, 2), is wrong in (b, 2), raises in (a, 4) and is
+right in (b, 4); "hangs" does so in the backward of (a, 4).
+"""
+
+import os
+import signal
+import time
+
+import torch
+
+from tilewise.bench.cells import Truth, Workload
+
+
+class Fake:
+    name = "fake"
+    cases = ("a", "b")
+    systems = ("mixed", "hangs")
+
+    def baseline(self, device):
+        return "sdpa"
+
+    def defaults(self, device):
+        return {"dtype": "float32", "heads": 1, "head_dim": 4, "tokens": 8, "lengths": (2, 4)}
+
+    def default_systems(self, device):
+        return self.systems
+
+    def supports(self, case, system, device):
+        return True
+
+    def compiles(self, system):
+        return False
+
+    def inputs(self, cell):
+        generator = torch.Generator().manual_seed(cell.n)
+        return torch.randn(cell.n, 4, generator=generator), torch.ones(cell.n, 4)
+
+    def build(self, cell):
+        x, upstream = self.inputs(cell)
+        x.requires_grad_()
+
+        def run():
+            match cell.system, cell.case, cell.n:
+                case "mixed", "a", 2:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                case "mixed", "b", 2:
+                    return x.sin() * 1.5
+                case "mixed", "a", 4:
+                    raise RuntimeError("no such luck")
+                case "hangs", "a", 4 if torch.is_grad_enabled():
+                    time.sleep(600)
+            return x.sin()
+
+        return Workload(run, {"x": x}, upstream, lambda: x.cos(), [x])
+
+    def truth(self, cell):
+        x, _ = self.inputs(cell)
+        return Truth({"o": x.double().sin(), "dx": x.double().cos()}, {"o": 1e-7, "dx": 1e-7})
+
+    def flops(self, cell, pass_):
+        return 1e6 * cell.n
+
+    def packages(self):
+        return ("torch", "no-such-package")
+
+
+FAKE = Fake()
