@@ -189,6 +189,36 @@ def fsdp2_with_recomputation(rank, ranks):
             torch.testing.assert_close(grad, q.grad, msg=lambda m, n=name: f"{n}: {m}", **EXACT)
 
 
+def hugging_face_decoder_under_fsdp2(rank, ranks):
+    """A wrapped Llama whose layers exchange the stream's state, sharded layer by layer, with recomputation too."""
+    if ranks > 2:
+        return
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from tilewise.models.depth_hf import wrap_residuals
+
+    torch.manual_seed(3)
+    sizes = dict(hidden_size=16, intermediate_size=24, num_hidden_layers=3, num_attention_heads=4)
+    whole = LlamaForCausalLM(LlamaConfig(vocab_size=24, num_key_value_heads=2, **sizes)).double().train()
+    torch.nn.init.normal_(wrap_residuals(whole, 2).query)
+    sharded, batch = copy.deepcopy(whole), tokens(2 * ranks, 6)
+    for layer in sharded.model.layers:
+        fully_shard(layer)
+    fully_shard(sharded)
+    mine = batch[2 * rank : 2 * rank + 2]
+    for recompute in (False, True):
+        if recompute:
+            getattr(sharded, "activation_checkpointing_enable", sharded.gradient_checkpointing_enable)()
+        whole.zero_grad()
+        sharded.zero_grad()
+        whole(batch, labels=batch, use_cache=False).loss.backward()
+        sharded(mine, labels=mine, use_cache=False).loss.backward()
+        for (name, p), (_, q) in zip(sharded.named_parameters(), whole.named_parameters(), strict=True):
+            # The loss and the rotation of transformers are fp32 whatever the model is.
+            grad = p.grad.full_tensor()
+            torch.testing.assert_close(grad, q.grad, rtol=1e-5, atol=1e-7, msg=lambda m, n=name: f"{n}: {m}")
+
+
 CASES = (
     tensor_parallel_equals_one_process,
     replicated_sublayers_with_a_sharded_bank,
@@ -196,6 +226,7 @@ CASES = (
     pipelines,
     pipeline_evaluation_leaves_nothing_cached,
     fsdp2_with_recomputation,
+    hugging_face_decoder_under_fsdp2,
 )
 
 
