@@ -35,8 +35,7 @@ def plot(records: Sequence[dict], folder: str | Path) -> list[Path]:
     folder.mkdir(parents=True, exist_ok=True)
     device = next((r["gpu"] for r in records if r.get("record") == "environment"), "")
     groups = compared(records)
-    systems = sorted({s for group in groups.values() for s in group}, key=lambda s: (not ours(s), s))
-    looks = {s: (f"C{i % 8}", _MARKERS[i % len(_MARKERS)]) for i, s in enumerate(systems)}
+    looks = _looks(list(groups.values()))
     pictures: dict[tuple, dict[str, dict]] = {}
     for (case, pass_, *rest), by_system in groups.items():
         pictures.setdefault((case, *rest), {})[pass_] = by_system
@@ -63,6 +62,15 @@ def plot(records: Sequence[dict], folder: str | Path) -> list[Path]:
             plt.close(figure)
             written.append(path)
     return written
+
+
+def _looks(groups: list[dict[str, dict]]) -> dict[str, tuple[str, str]]:
+    """System ↦ (colour, marker), the same in every picture and different from all systems that share one with it."""
+    looks: dict[str, int] = {}
+    for system in sorted({s for group in groups for s in group}, key=lambda s: (not ours(s), s)):
+        taken = {looks.get(other) for group in groups if system in group for other in group}
+        looks[system] = next(i for i in range(len(looks) + 1) if i not in taken)
+    return {system: (f"C{i % 8}", _MARKERS[i % len(_MARKERS)]) for system, i in looks.items()}
 
 
 def _speed(axis, by_system: dict[str, dict[int, dict]], looks: dict) -> None:

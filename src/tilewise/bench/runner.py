@@ -19,7 +19,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from . import records as store
@@ -228,18 +228,31 @@ class _Run:
             if status != 0:
                 self.say(f"oracle process: {process.killed or process.last_words()}")
             return
-        rest = [c for c in process.cells if any(k in self.left for k in c.keys())]
+        rest = [c for c in (self.unmeasured(c) for c in process.cells) if c is not None]
         if not rest:
             return
         why = process.killed or f"exit status {status}: {process.last_words()}"
-        lost = rest if process.cell is None else [process.cell]
-        for cell in lost:
-            for pass_, key in zip(cell.passes, cell.keys(), strict=True):
-                if key in self.left:
-                    self.keep(blank(self.bench, cell, pass_, why))
-        rest = [c for c in rest if c not in lost]
+        # Without a cell in hand the process cannot even start; else the first pass without a record is to blame.
+        at = [c for c in rest if process.cell is None or replace(c, passes=process.cell.passes) == process.cell]
+        alone = []
+        for cell in at:
+            rest.remove(cell)
+            if process.state == "compile" and len(cell.passes) > 1:
+                alone += [replace(cell, passes=(p,)) for p in cell.passes]
+                continue
+            lost = cell.passes if process.cell is None else cell.passes[:1]
+            for pass_ in lost:
+                self.keep(blank(self.bench, cell, pass_, why))
+            if len(lost) < len(cell.passes):
+                rest.append(replace(cell, passes=cell.passes[len(lost) :]))
+        self.waiting += [("cells", group) for group in ([c] for c in alone)]
         if rest:
-            self.waiting.append(("cells", rest))
+            self.waiting.append(("cells", sorted(rest, key=lambda c: c.n)))
+
+    def unmeasured(self, cell: Cell) -> Cell | None:
+        """The cell with the passes that have no record yet; None if all have one."""
+        passes = tuple(p for p, key in zip(cell.passes, cell.keys(), strict=True) if key in self.left)
+        return replace(cell, passes=passes) if passes else None
 
     def keep(self, record: dict) -> None:
         record = {**record, "run": self.id}
@@ -283,7 +296,11 @@ def run(
     """
     path = Path(path)
     known = set() if again else {store.key(r) for r in store.load(path) if r.get("record") == "cell"}
-    todo = [c for c in cells if any(k not in known for k in c.keys())]
+    todo = []
+    for cell in cells:
+        passes = tuple(p for p, k in zip(cell.passes, cell.keys(), strict=True) if k not in known)
+        if passes:
+            todo.append(replace(cell, passes=passes))
     if len(todo) < len(cells):
         say(f"{len(cells) - len(todo)} of {len(cells)} cells are in {path} already")
     if not todo:

@@ -63,8 +63,10 @@ def tilewise(impl: str) -> Builder:
 
 def _indices(ports: list[Port], N: int, device: torch.device) -> list[Tensor | None]:
     """The row of each (i, j) as libraries store it: an int64 matrix; None for identity maps, which are shifted."""
-    delta = torch.arange(N)[:, None] - torch.arange(N)
-    return [None if p.rows.kind == "identity" else p.rows(delta).to(device, torch.int64) for p in ports]
+    i = torch.arange(N, device=device)
+    where = i[:, None] - i + (N - 1)
+    spans = [None if p.rows.kind == "identity" else p.rows.span(-(N - 1), N - 1) for p in ports]
+    return [None if rows is None else rows.to(device, torch.int64)[where] for rows in spans]
 
 
 def _shift(scores: Tensor, N: int) -> Tensor:

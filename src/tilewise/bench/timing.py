@@ -7,7 +7,6 @@ overwrite, the first event, the run and the last event in one go; the overwrite 
 
 from __future__ import annotations
 
-import gc
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -142,7 +141,6 @@ def peak_mib(work: Callable[[], object], device: str) -> float | None:
     CUDA: of the caching allocator, so graphs and caches of earlier runs do not count. CPU (Linux): of the process's
     resident memory; None elsewhere.
     """
-    gc.collect()
     if device == "cuda":
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()

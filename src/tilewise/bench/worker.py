@@ -56,6 +56,9 @@ def main() -> None:
                 for cell in cells:
                     emit("compile", cell=cell.to_json())
                     _compile(bench, cell)
+        # What is loaded and compiled by now stays: later collections need not look at it.
+        gc.collect()
+        gc.freeze()
         for cell in cells:
             emit("wait")
             with lock.exclusive():
