@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from .call import Call
+from .mask import UNBOUNDED
 from .terms import Port
 
 __all__ = ["Factor", "Terms", "Workspace", "diagonals", "skew", "skew_of_keys"]
@@ -162,6 +163,22 @@ class Terms:
         """One a port, in the order of the call's ports."""
         by_port = {id(f.port): f for group in (self.queries, self.scalars, self.keys, self.values) for f in group}
         return [by_port[id(port)] for port in self.call.ports]
+
+    def all_offsets(self) -> Tensor | None:
+        """Scalar terms and the mask's window as one vector [H or 1, Tq + Tk − 1] over every w; None if it is all 0."""
+        call, mask = self.call, self.call.mask
+        end = call.q.shape[2] + call.k.shape[2] - 1
+        bias = None
+        if self.bias is not None:
+            after = end - self.base - self.bias.shape[1]
+            head = self.bias[:, self.first - self.base, None].expand(-1, self.base) if self.base else self.bias[:, :0]
+            tail = self.bias[:, self.last - self.base, None].expand(-1, after) if after else self.bias[:, :0]
+            bias = torch.cat((head, self.bias, tail), 1)
+        if mask.left < UNBOUNDED or mask.right < UNBOUNDED:
+            delta = call.q.shape[2] - 1 + call.offset - torch.arange(end, device=call.q.device)
+            bias = torch.zeros(1, end, dtype=self.dtype, device=delta.device) if bias is None else bias
+            bias = bias.masked_fill((delta > mask.left) | (delta < -mask.right), float("-inf"))
+        return bias
 
     def zones(self, i0: int, i1: int, lo: int, hi: int) -> list[tuple[int, int, int | None]]:
         """Split the columns lo … hi − 1 of the rows i' = i0 … i1 − 1: (start, stop, row of E; None in the band)."""
