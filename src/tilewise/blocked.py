@@ -159,11 +159,18 @@ def _rows_backward(
         delta.sub_(plan.take(dlse, b, heads, block.rows)[..., None].masked_fill(empty, 0.0))
     # Finite, so that S − lse is far below the floor and never NaN.
     row_lse.masked_fill_(empty, torch.finfo(plan.dtype).max / 4)
+    # lse is rounded, by as much as dense softmax errs in all: P is recomputed for whole rows and divided by its sum.
+    tiles, total = [], torch.zeros_like(row_lse)
     for tile in plan.tiles(block):
         seen = None if tile.whole else plan.seen(block, tile)
-        P = plan.scores(block, tile, row_lse, seen).clamp_(min=plan.floor).exp_()
+        P = plan.scores(block, tile, row_lse, seen, name=f"P{len(tiles)}").clamp_(min=plan.floor).exp_()
         if seen is not None:
             P.mul_(seen)
+        total.add_(P.sum(-1, keepdim=True))
+        tiles.append((tile, P))
+    total.masked_fill_(empty, 1.0)
+    dO, delta = dO.div_(total), delta.div_(total)
+    for tile, P in tiles:
         kept = plan.kept(block, tile) if call.dropout_p > 0.0 else None
         dropped = P if kept is None else P * kept
         keys, k, v = tile.keys, *(x[b, block.key_heads, tile.keys] for x in (plan.k, plan.v))

@@ -211,11 +211,14 @@ class Plan:
         block.shifts[at] = q * self.call.scale, c
         return block.shifts[at]
 
-    def scores(self, block: Block, tile: Tile, minus: Tensor | None, seen: Tensor | None) -> Tensor:
-        """S − minus of a tile in the workspace, [heads, n, m], −∞ where the mask hides the key; minus [heads, n, 1]."""
+    def scores(self, block: Block, tile: Tile, minus: Tensor | None, seen: Tensor | None, name: str = "S") -> Tensor:
+        """S − minus of a tile, [heads, n, m], in the workspace's buffer `name`; −∞ where the mask hides the key.
+
+        `minus` is [heads, n, 1].
+        """
         heads, terms, k = block.heads, self.terms, self.k[block.b, block.key_heads, tile.keys]
         q, c = self.shifted(block, tile.at)
-        S = self.product("S", q, k.mT)
+        S = self.product(name, q, k.mT)
         if tile.at is None:
             if terms.queries:
                 S.add_(skew(self.projected(terms.queries, block.lefts, heads, tile.columns), S.shape[2]))
