@@ -48,7 +48,7 @@ def test_layout_holds_every_live_tile_once(T, more, causal, windows, cut):
             assert own[m].nonzero().flatten().tolist() == list(range(first, end))
             taken |= {(m, n, base + n) for n in range(first, end)}
         seen = config.mask(i, mask).allowed(T, Tk, more)[0, 0]
-        seen = torch.nn.functional.pad(seen, (0, 0, 0, T_pad - T), value=True)  # rows beyond the last one do not count
+        seen = torch.nn.functional.pad(seen, (0, 0, 0, T_pad - T), value=False)
         seen = torch.nn.functional.pad(seen, (0, -Tk % tile), value=False)
         whole = seen.view(-1, tile, seen.shape[1] // tile, tile).all(3).all(1)
         for m, (first, end) in enumerate(layer.rows[7:].t().tolist()):

@@ -51,8 +51,9 @@ class CarriedConfig:
         centre: where scores are stored, subtract q·k̄ from every row, k̄ the mean of the layer's keys. The softmax does
             not see it, and fp16 then spends its digits on differences: keys with a large common part would otherwise
             cost three times attention's own error. Not used with softcap, sink or windows that differ.
-        grad_dtype: what the gradient of the carry is stored in; default bf16 for 16-bit inputs (fp16 would underflow
-            with small losses), else the dtype of the inputs.
+        grad_dtype: what the gradient E of the carry is stored in; default the dtype of the inputs. It is the operand of
+            the products that give dQ and dK, as dS is in every fused attention. fp16 needs the loss scaling that fp16
+            training has anyway; bf16 keeps its relative error down to the smallest losses.
 
     Raises:
         ValueError: an option outside its range, named with the value found.
@@ -96,6 +97,8 @@ class CarriedConfig:
             raise ValueError(f"tile is {self.tile}; expected a power of two from 16 on")
         if not 0.0 <= self.dropout_p < 1.0:
             raise ValueError(f"dropout_p is {self.dropout_p}; expected 0 ≤ dropout_p < 1")
+        if self.scale is not None and self.scale <= 0:
+            raise ValueError(f"scale is {self.scale}; expected a positive number, or None for 1/√d")
         if self.softcap is not None and self.softcap <= 0:
             raise ValueError(f"softcap is {self.softcap}; expected a positive number, or None for no cap")
         if isinstance(self.windows, tuple) and len(self.windows) != self.layers:

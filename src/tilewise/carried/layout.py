@@ -139,11 +139,14 @@ def _tiles(lo: Tensor, hi: Tensor, tile: int) -> tuple[Tensor, Tensor]:
 
 
 def _whole(lo: Tensor, hi: Tensor, tile: int) -> tuple[Tensor, Tensor]:
-    """First and end of the tiles of which every row sees every key, in every sequence; first = end where none."""
+    """First and end of the tiles of which every row sees every key, in every sequence; first = end where none.
+
+    A row of tiles that reaches beyond the last query has none: kernels mask there what nothing wrote.
+    """
     T = lo.shape[1]
     pad = (T + tile - 1) // tile * tile - T
     lo = torch.nn.functional.pad(lo.amax(0), (0, pad)).view(-1, tile).amax(1)
-    hi = torch.nn.functional.pad(hi.amin(0), (0, pad), value=UNBOUNDED).view(-1, tile).amin(1)
+    hi = torch.nn.functional.pad(hi.amin(0), (0, pad)).view(-1, tile).amin(1)
     first = (lo + tile - 1) // tile
     return first, torch.maximum(first, hi // tile)
 

@@ -114,7 +114,4 @@ def choose_plan(
 def carry_dtypes(config: CarriedConfig, dtype: torch.dtype) -> tuple[torch.dtype, torch.dtype]:
     """What Z and E are stored in for inputs of `dtype`."""
     half = dtype in (torch.float16, torch.bfloat16)
-    return (
-        config.carry_dtype or (torch.float16 if half else dtype),
-        config.grad_dtype or (torch.bfloat16 if half else dtype),
-    )
+    return config.carry_dtype or (torch.float16 if half else dtype), config.grad_dtype or dtype

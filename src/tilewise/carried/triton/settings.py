@@ -1,0 +1,70 @@
+"""Tile shapes of the carried kernels. Chosen by what fits sm_90 without spills; not yet by measurement."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+__all__ = ["Shape", "backward_tiles", "forward_tiles", "product_tiles"]
+
+SHARED = 232448
+"""Bytes of shared memory a program may use on sm_90."""
+
+
+class Shape(NamedTuple):
+    """queries × keys of a tile, warps, pipeline stages."""
+
+    queries: int
+    keys: int
+    warps: int
+    stages: int
+
+
+def forward_tiles(width: int, bytes_: int, tile: int, count: int, packed: int) -> Shape:
+    """Tiles of the forward pass: `count` summed layers, `packed` buffers read or written."""
+    if bytes_ == 4:
+        return _within(Shape(32, 32, 4, 1), tile)
+    shape = Shape(128, 64, 8, 3) if width > 64 else Shape(128, 64, 4, 3)
+
+    def elements(s: Shape) -> int:
+        return count * s.queries * width + s.stages * s.keys * ((count + 1) * width + packed * s.queries)
+
+    return _fit(shape, tile, elements)
+
+
+def backward_tiles(width: int, bytes_: int, tile: int, count: int, packed: int) -> Shape:
+    """Tiles of the pass over keys."""
+    if bytes_ == 4:
+        return _within(Shape(32, 32, 4, 1), tile)
+    shape = Shape(64, 64, 8, 2) if width > 64 else Shape(64, 64, 4, 3)
+
+    def elements(s: Shape) -> int:
+        passing = s.queries * ((count + 1) * width + packed * s.keys)
+        return (count + 1) * s.keys * width + s.stages * passing + 2 * s.queries * s.keys
+
+    return _fit(shape, tile, elements)
+
+
+def product_tiles(width: int, bytes_: int, tile: int) -> Shape:
+    """Tiles of dQ."""
+    if bytes_ == 4:
+        return _within(Shape(32, 32, 4, 1), tile)
+    return _fit(Shape(128, 64, 8, 3), tile, lambda s: s.stages * s.keys * (width + s.queries))
+
+
+def _within(shape: Shape, tile: int) -> Shape:
+    return shape._replace(queries=min(shape.queries, tile), keys=min(shape.keys, tile))
+
+
+def _fit(shape: Shape, tile: int, elements) -> Shape:
+    """Fewer stages, then fewer keys, then fewer queries, until the count of 2-byte elements fits in shared memory."""
+    shape = _within(shape, tile)
+    while 2 * elements(shape) > SHARED:
+        if shape.stages > 1:
+            shape = shape._replace(stages=shape.stages - 1)
+        elif shape.keys > 32:
+            shape = shape._replace(keys=shape.keys // 2)
+        elif shape.queries > 32:
+            shape = shape._replace(queries=shape.queries // 2)
+        else:
+            return shape
+    return shape

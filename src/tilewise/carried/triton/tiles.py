@@ -1,0 +1,161 @@
+"""What the carried kernels share: packed tiles, summed scores, the softmax's argument and its slope."""
+
+import triton
+import triton.language as tl
+
+from ...triton.tiles import load_rows
+
+# Lengths, strides and scales must not make a new kernel each.
+RUNTIME = ["B", "H", "G", "Tq", "Tk", "M", "slots", "back", "scale", "bend", "drop", "inverse", "factor", "final"]
+
+
+@triton.jit
+def base_of(rows, m, back, CLOSED: tl.constexpr):
+    """Where tile row m starts: tile (m, n) lies in slot base + n. Computed where rows reach `back` tiles back."""
+    if CLOSED:
+        # Rows 0 … back hold 1, 2, … tiles, later ones back + 1; the first tile of such a row m is m − back.
+        ramp = tl.minimum(m, back)
+        base = ramp * (ramp + 1) // 2 + tl.maximum(m - back, 0) * back
+    else:
+        base = tl.load(rows + m)
+    return base
+
+
+@triton.jit
+def load_packed(z, slot, row, column, S: tl.constexpr, N: tl.constexpr, W: tl.constexpr, TMA: tl.constexpr):
+    """The [N, W] part at (row, column) of the S × S tile in `slot`, a descriptor [slots · S, S] or a pointer."""
+    if TMA:
+        tile = z.load([slot * S + row, column])
+    else:
+        r = row + tl.arange(0, N)
+        c = column + tl.arange(0, W)
+        tile = tl.load(z + tl.cast(slot, tl.int64) * (S * S) + r[:, None] * S + c[None, :])
+    return tile
+
+
+@triton.jit
+def store_packed(z, slot, row, column, tile, S: tl.constexpr, N: tl.constexpr, W: tl.constexpr, TMA: tl.constexpr):
+    """Write the [N, W] part at (row, column) of the S × S tile in `slot`."""
+    if TMA:
+        z.store([slot * S + row, column], tile)
+    else:
+        r = row + tl.arange(0, N)
+        c = column + tl.arange(0, W)
+        tl.store(z + tl.cast(slot, tl.int64) * (S * S) + r[:, None] * S + c[None, :], tile)
+
+
+@triton.jit
+def bounds_of(bounds, t, b, i, B, Tq, BATCHED: tl.constexpr):
+    """lo and hi of rows i in summed layer t: bounds is [summed, 2, 1 or B, Tq]; rows beyond Tq see nothing."""
+    if BATCHED:
+        at = bounds + tl.cast(2 * t * B + b, tl.int64) * Tq + i
+        step = tl.cast(B, tl.int64) * Tq
+    else:
+        at = bounds + tl.cast(2 * t, tl.int64) * Tq + i
+        step = tl.cast(Tq, tl.int64)
+    lo = tl.load(at, mask=i < Tq, other=0)
+    return lo, tl.load(at + step, mask=i < Tq, other=0)
+
+
+@triton.jit
+def visible(lo, hi, j):
+    """Which entries of a tile are seen: rows with bounds lo, hi; columns j."""
+    return (j[None, :] >= lo[:, None]) & (j[None, :] < hi[:, None])
+
+
+@triton.jit
+def load_each(x, strides, b, h, first, T, D: tl.constexpr, N: tl.constexpr, W: tl.constexpr, COUNT: tl.constexpr,
+              TMA: tl.constexpr):  # fmt: skip
+    """Tiles of the first COUNT of four tensors; the others repeat the first."""
+    t0 = load_rows(x[0], strides, b, h, first, T, D, N, W, TMA)
+    t1 = t0
+    t2 = t0
+    t3 = t0
+    if COUNT > 1:
+        t1 = load_rows(x[1], strides, b, h, first, T, D, N, W, TMA)
+    if COUNT > 2:
+        t2 = load_rows(x[2], strides, b, h, first, T, D, N, W, TMA)
+    if COUNT > 3:
+        t3 = load_rows(x[3], strides, b, h, first, T, D, N, W, TMA)
+    return t0, t1, t2, t3
+
+
+@triton.jit
+def rounded_to(u, dtype: tl.constexpr, TOP: tl.constexpr):
+    """u as it reads back once stored; fp16 needs ±TOP, or it would round to infinity (TOP 0: fp32's range)."""
+    if TOP > 0:
+        u = tl.minimum(tl.maximum(u, -TOP), TOP)
+    return u.to(dtype).to(tl.float32)
+
+
+@triton.jit
+def summed(u, q, k, gains, shifts, bounds, b, bh, h, H, B, i, j, Tq, planes, DTYPE: tl.constexpr, TOP: tl.constexpr,
+           ENTERS: tl.constexpr, COUNT: tl.constexpr, GAIN: tl.constexpr, CENTRE: tl.constexpr, ROUND: tl.constexpr,
+           UNIFORM: tl.constexpr, BATCHED: tl.constexpr, TARGET: tl.constexpr):  # fmt: skip
+    """Unscaled scores of the last of COUNT layers, and the carry that entered layer TARGET.
+
+    u is the carry that enters the first layer (ENTERS). A carry is the accumulator that the next product adds to, so
+    it costs no addition. Bit t of ROUND: layer t's sum is what was stored.
+    """
+    taken = u
+    shift = tl.zeros([i.shape[0]], tl.float32)
+    for t in tl.static_range(COUNT):
+        if t == TARGET:
+            taken = u
+        if GAIN and (ENTERS or t > 0):
+            gain = tl.load(gains + t * H + h)
+            u = u * gain
+            shift = shift * gain
+        if ENTERS or t > 0:
+            u = tl.dot(q[t], tl.trans(k[t]), u, input_precision="ieee")
+        else:
+            u = tl.dot(q[t], tl.trans(k[t]), input_precision="ieee")
+        if CENTRE:
+            shift += tl.load(shifts + (t * planes + tl.cast(bh, tl.int64)) * Tq + i, mask=i < Tq, other=0.0)
+            if t == COUNT - 1 or (ROUND >> t) & 1:
+                u = u - shift[:, None]
+                shift = shift * 0.0
+        if (ROUND >> t) & 1:
+            u = rounded_to(u, DTYPE, TOP)
+        if not UNIFORM and t < COUNT - 1:
+            lo, hi = bounds_of(bounds, t, b, i, B, Tq, BATCHED)
+            u = tl.where(visible(lo, hi, j), u, 0.0)
+    return u, taken
+
+
+@triton.jit
+def softmax_argument(u, scale, bend, SOFTCAP: tl.constexpr):
+    """Scores in log2 units from unscaled sums u, and 1 − tanh² where there is a cap.
+
+    scale is s·log2 e / c_i; with a cap it is 2·s·log2 e / (c_i·cap), so that exp2 gives e^{2x/cap}, and bend is
+    cap·log2 e.
+    """
+    if SOFTCAP:
+        tanh = 1.0 - 2.0 / (tl.math.exp2(u * scale) + 1.0)
+        return bend * tanh, 1.0 - tanh * tanh
+    return u * scale, u
+
+
+@triton.jit
+def row_shift(q, sq, mean, out, B, H, G, Tq, D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr):
+    """out[b, h, i] = q_i · k̄ in fp32: what centring subtracts from row i. mean is [B, H/G, D]."""
+    i0 = tl.program_id(0) * BM
+    bh = tl.program_id(1)
+    b = bh // H
+    h = bh % H
+    d = tl.arange(0, BD)
+    tile = load_rows(q, sq, b, h, i0, Tq, D, BM, BD, False).to(tl.float32)
+    k = tl.load(mean + (b * (H // G) + h // G) * D + d, mask=d < D, other=0.0)
+    i = i0 + tl.arange(0, BM)
+    tl.store(out + tl.cast(bh, tl.int64) * Tq + i, tl.sum(tile * k[None, :], 1), mask=i < Tq)
+
+
+@triton.jit
+def row_delta(o, so, do, sdo, out, H, Tq, D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr):
+    """out[b, h, i] = Σ_d dO · O in fp32."""
+    i0 = tl.program_id(0) * BM
+    bh = tl.program_id(1)
+    a = load_rows(o, so, bh // H, bh % H, i0, Tq, D, BM, BD, False).to(tl.float32)
+    g = load_rows(do, sdo, bh // H, bh % H, i0, Tq, D, BM, BD, False).to(tl.float32)
+    i = i0 + tl.arange(0, BM)
+    tl.store(out + tl.cast(bh, tl.int64) * Tq + i, tl.sum(a * g, 1), mask=i < Tq)

@@ -1,0 +1,75 @@
+"""Every kernel under Triton's interpreter (TRITON_INTERPRET=1) against the dense oracle. Prints one line a case."""
+
+import dataclasses
+import sys
+
+import torch
+from carried_cases import CarriedConfig, dense, inputs, promoted, run
+
+from tilewise.mask import Mask
+from tilewise.testing import assert_within_budget
+
+ALL = ("recompute", "stored", "mixed")
+F32, F16 = torch.float32, torch.float16
+# name: options, plans, inputs' dtype and sizes, mask
+CASES = {
+    "causal": ({}, ALL, {"dtype": F16, "T": 70}, None),
+    "window": ({"windows": 40}, ("mixed",), {"dtype": F16, "T": 100}, None),
+    "full": ({"causal": False, "layers": 2}, ALL, {"dtype": F32, "T": 40}, None),
+    "windows differ": ({"windows": (9, 40, 5, None)}, ALL, {"dtype": F32, "T": 50}, None),
+    "documents": ({}, ALL, {"dtype": F32, "T": 70}, Mask.packed([0, 1, 2, 34, 70])),
+    "rows without keys": ({}, ALL, {"dtype": F32, "T": 70, "B": 2}, Mask.lengths([70, 0])),
+    "mean, softcap": ({"scaling": "mean", "softcap": 2.0}, ALL, {"dtype": F32, "T": 40}, None),
+    "gain": ({"scaling": "gain"}, ALL, {"dtype": F32, "T": 40}, None),
+    "sink": ({"sink": True, "layers": 2}, ALL, {"dtype": F32, "T": 40, "B": 2}, Mask.lengths([40, 0])),
+    "dropout": ({"dropout_p": 0.3, "layers": 2}, ALL, {"dtype": F32, "T": 40}, None),
+    "detached": ({"detach": True}, ALL, {"dtype": F32, "T": 40}, None),
+    "chunk": ({"windows": 40}, ("mixed",), {"dtype": F32, "T": 21, "Tk": 90}, None),
+    "odd widths": ({"layers": 2}, ("stored",), {"dtype": F16, "T": 40, "d": 24, "dv": 40}, None),
+    "fp16 carry of fp32": ({"carry_dtype": F16, "grad_dtype": F16}, ("mixed",), {"dtype": F32, "T": 40}, None),
+}
+
+
+def check(name):
+    options, plans, sizes, mask = CASES[name]
+    config = CarriedConfig(impl="triton", **{"tile": 32} | options)
+    torch.manual_seed(0)
+    q, k, v = inputs(layers=config.layers, **{"H": 2, "Hk": 1, "d": 16} | sizes)
+    heads = lambda: [torch.rand(2).add(0.3).requires_grad_() for _ in q]  # noqa: E731
+    gain, sink = heads() if config.scaling == "gain" else None, heads() if config.sink else None
+    seed = [torch.tensor([7 + i]) for i in range(len(q))] if config.dropout_p else None
+    G = [torch.randn_like(x[..., :1]).expand(*x.shape[:3], v[0].shape[-1]).contiguous() for x in q]
+    extra = [*(gain or [])[1:], *(sink or [])]
+    wide, wide_gain, wide_sink = promoted((q, k, v)), *(None if x is None else promoted([x])[0] for x in (gain, sink))
+    wide_extra = [*(wide_gain or [])[1:], *(wide_sink or [])]
+
+    def both(outputs, leaves):
+        loss = sum((o * w.to(o.dtype)).sum() for o, w in zip(outputs, G, strict=True))
+        grads = torch.autograd.grad(loss, leaves, allow_unused=True)
+        return [*outputs, *(torch.zeros_like(x) if g is None else g for g, x in zip(grads, leaves, strict=True))]
+
+    leaves, wide_leaves = [*q, *k, *v, *extra], [*wide[0], *wide[1], *wide[2], *wide_extra]
+    exact = both(dense(config, *wide, mask=mask, gain=wide_gain, sink=wide_sink, seed=seed), wide_leaves)
+    low = both(dense(config, q, k, v, mask=mask, gain=gain, sink=sink, seed=seed), leaves)
+    names = [f"{x}{i}" for x in ("O", "dQ", "dK", "dV") for i in range(len(q))]
+    rounded = config.carry_dtype is not None
+    for plan in plans:
+        results = []
+        for _ in range(1 + (name == "causal")):
+            got = run(dataclasses.replace(config, plan=plan), q, k, v, mask=mask, gain=gain, sink=sink, seed=seed)
+            results.append(both(got, leaves))
+        for label, a, b, c in zip(names, results[0], low, exact, strict=False):
+            if rounded:
+                assert ((a.double() - c).norm() / c.norm()).item() < 4e-3, f"{name} {plan} {label}"
+            else:
+                assert_within_budget(f"{name} {plan} {label}", a, b, c)
+        # A handful of sums over all tokens: one lucky rounding of the dense sums says nothing, so no budget here.
+        for a, c in zip(results[0][len(names) :], exact[len(names) :], strict=True):
+            torch.testing.assert_close(a.double(), c, rtol=1e-5, atol=1e-6)
+        assert all(torch.equal(a, b) for a, b in zip(results[0], results[-1], strict=True))
+    print(f"{name}: {' '.join(plans)}", flush=True)
+
+
+if __name__ == "__main__":
+    for name in sys.argv[1:] or CASES:
+        check(name)
