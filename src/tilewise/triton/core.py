@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from .masks import kept, span_of, visible
-from .tiles import load_rows, load_skewed, store_rows, store_skewed
+from .tiles import load_rows, store_rows, store_skewed
 
 # Lengths, offsets and scales must not make a new kernel each.
 _RUNTIME = [
@@ -77,7 +77,7 @@ def _attend(acc, l, m, q, k, sk, hk, v, sv, bv, hv, terms, zs, rule, seed, c, dr
 
 
 @triton.jit(do_not_specialize=_RUNTIME)
-def attend(q, k, v, qx, vx, o, lse, terms, z0, z1, z2, z3, rule, ranges, seed, sq, sk, sv, sqx, svx, so, c, inverse,
+def attend(q, k, v, qx, vx, o, lse, terms, z0, z1, z2, z3, z4, z5, z6, z7, rule, ranges, seed, sq, sk, sv, sqx, svx, so, c, inverse,
            drop, H, G, h0, heads, B, Tq, Tk, offset, lo, hi, left, right, batch, D: tl.constexpr, DV: tl.constexpr,
            BD: tl.constexpr, BV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, UNIT: tl.constexpr,
            BANDS: tl.constexpr, EDGES: tl.constexpr, BAND: tl.constexpr, SIDES: tl.constexpr, SHIFT_Q: tl.constexpr,
@@ -91,7 +91,7 @@ def attend(q, k, v, qx, vx, o, lse, terms, z0, z1, z2, z3, rule, ranges, seed, s
     h = h0 + n % heads
     hk = h // G
     bh = b * H + h
-    zs = (z0, z1, z2, z3)
+    zs = (z0, z1, z2, z3, z4, z5, z6, z7)
     i = i0 + tl.arange(0, BM)
     acc = tl.zeros([BM, BV], tl.float32)
     l = tl.zeros([BM], tl.float32)
@@ -183,7 +183,7 @@ def _grad_query(acc, rows, q, g, ls, dl, k, sk, bk, hk, v, sv, bv, hv, terms, zs
 
 
 @triton.jit(do_not_specialize=_RUNTIME)
-def grad_query(q, k, v, g, qx, kx, vx, dq, ls, delta, terms, z0, z1, z2, z3, values, y0, y1, out, dz, sums, parts,
+def grad_query(q, k, v, g, qx, kx, vx, dq, ls, delta, terms, z0, z1, z2, z3, z4, z5, z6, z7, values, y0, y1, out, dz, sums, parts,
                rule, ranges, seed, sq, sk, sv, sg, sqx, skx, svx, sdq, c, tau, inverse, drop, H, G, h0, heads, B, Tq,
                Tk, offset, lo, hi, left, right, batch, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr,
                BV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, UNIT: tl.constexpr, BANDS: tl.constexpr,
@@ -199,7 +199,7 @@ def grad_query(q, k, v, g, qx, kx, vx, dq, ls, delta, terms, z0, z1, z2, z3, val
     h = h0 + n % heads
     hk = h // G
     bh = b * H + h
-    zs = (z0, z1, z2, z3)
+    zs = (z0, z1, z2, z3, z4, z5, z6, z7)
     ys = (y0, y1)
     i = i0 + tl.arange(0, BM)
     at = tl.cast(bh, tl.int64) * Tq + i
@@ -380,7 +380,7 @@ def _key_head(dk, dv, q, k, v, g, qx, kx, vx, ls, delta, terms, zs, values, ys, 
 
 
 @triton.jit(do_not_specialize=_RUNTIME)
-def grad_key(q, k, v, g, qx, kx, vx, dk, dv, ls, delta, terms, z0, z1, z2, z3, values, y0, y1, out, dz, parts, vparts,
+def grad_key(q, k, v, g, qx, kx, vx, dk, dv, ls, delta, terms, z0, z1, z2, z3, z4, z5, z6, z7, values, y0, y1, out, dz, parts, vparts,
              rule, ranges, seed, sq, sk, sv, sg, sqx, skx, svx, sdk, sdv, c, tau, inverse, drop, H, G, h0, heads, B,
              Tq, Tk, offset, lo, hi, left, right, batch, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr,
              BV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, UNIT: tl.constexpr, BANDS: tl.constexpr,
@@ -395,7 +395,7 @@ def grad_key(q, k, v, g, qx, kx, vx, dk, dv, ls, delta, terms, z0, z1, z2, z3, v
     kheads = heads // G
     b = n // kheads
     hk = h0 // G + n % kheads
-    zs = (z0, z1, z2, z3)
+    zs = (z0, z1, z2, z3, z4, z5, z6, z7)
     ys = (y0, y1)
     acc_k = tl.zeros([BN, BD], tl.float32)
     acc_v = tl.zeros([BN, BV], tl.float32)
@@ -418,7 +418,7 @@ def grad_key(q, k, v, g, qx, kx, vx, dk, dv, ls, delta, terms, z0, z1, z2, z3, v
 
 
 @triton.jit(do_not_specialize=_RUNTIME)
-def probabilities(q, k, lse, terms, z0, z1, z2, z3, out, dz, rule, ranges, seed, sq, sk, c, inverse, drop, H, G, h0,
+def probabilities(q, k, lse, terms, z0, z1, z2, z3, z4, z5, z6, z7, out, dz, rule, ranges, seed, sq, sk, c, inverse, drop, H, G, h0,
                   heads, B, Tq, Tk, offset, lo, hi, left, right, batch, D: tl.constexpr, BD: tl.constexpr,
                   BM: tl.constexpr, BN: tl.constexpr, UNIT: tl.constexpr, BANDS: tl.constexpr, SIDES: tl.constexpr,
                   RANGED: tl.constexpr, MASKED: tl.constexpr, DROPOUT: tl.constexpr, TMA: tl.constexpr,
@@ -430,7 +430,7 @@ def probabilities(q, k, lse, terms, z0, z1, z2, z3, out, dz, rule, ranges, seed,
     b = n // heads
     h = h0 + n % heads
     bh = b * H + h
-    zs = (z0, z1, z2, z3)
+    zs = (z0, z1, z2, z3, z4, z5, z6, z7)
     i = i0 + tl.arange(0, BM)
     ls = tl.load(lse + tl.cast(bh, tl.int64) * Tq + i, mask=i < Tq, other=float("-inf"))
     ls = tl.where(ls == float("-inf"), float("inf"), ls * 1.4426950408889634)

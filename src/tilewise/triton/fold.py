@@ -48,8 +48,8 @@ def fold(dz, table, columns_of, acc, sums, out, ranges, th, tr, sa, so, left_row
     number = tl.zeros([TM], tl.float32)
     group = h0 // G + hg
     if ACC:
-        at = acc + tl.cast(b, tl.int64) * sa[0] + tl.cast(group, tl.int64) * sa[1] + r.to(tl.int64)[:, None] * sa[2]
-        total = tl.load(at + d[None, :], mask=(r[:, None] < rows) & (d[None, :] < D), other=0.0).to(tl.float32)
+        initial = acc + tl.cast(b, tl.int64) * sa[0] + tl.cast(group, tl.int64) * sa[1] + r.to(tl.int64)[:, None] * sa[2]
+        total = tl.load(initial + d[None, :], mask=(r[:, None] < rows) & (d[None, :] < D), other=0.0).to(tl.float32)
     for h in range(group * G, group * G + G):
         zrow = dz + tl.cast(b * heads + h - h0, tl.int64) * head + r.to(tl.int64) * stride
         rows_of_h = table + tl.cast(h, tl.int64) * th
@@ -62,26 +62,26 @@ def fold(dz, table, columns_of, acc, sums, out, ranges, th, tr, sa, so, left_row
                 value = tl.load(rows_of_h + row * tr, mask=row >= 0, other=0.0).to(tl.float32)
                 number += tl.sum(ds.to(tl.float32) * value[None, :], 1)
             else:
-                at = rows_of_h + row[:, None] * tr + d[None, :]
-                right = tl.load(at, mask=(row[:, None] >= 0) & (d[None, :] < D), other=0.0)
+                right_at = rows_of_h + row[:, None] * tr + d[None, :]
+                right = tl.load(right_at, mask=(row[:, None] >= 0) & (d[None, :] < D), other=0.0)
                 total = tl.dot(ds, right, total, input_precision="ieee")
         if SUMS:
             for side in tl.static_range(2):
                 end = left_row
                 if side == 1:
                     end = right_row
-                at = tl.cast((side * B + b) * H + h, tl.int64) * rows + r
-                sigma = tl.load(sums + at, mask=r < rows, other=0.0)
+                sigma_at = tl.cast((side * B + b) * H + h, tl.int64) * rows + r
+                sigma = tl.load(sums + sigma_at, mask=r < rows, other=0.0)
                 if SCALAR:
                     number += sigma * tl.load(rows_of_h + end * tr, mask=end >= 0, other=0.0).to(tl.float32)
                 else:
                     value = tl.load(rows_of_h + end * tr + d, mask=(end >= 0) & (d < D), other=0.0).to(tl.float32)
                     total += sigma[:, None] * value[None, :]
-    at = out + tl.cast(b, tl.int64) * so[0] + tl.cast(group, tl.int64) * so[1] + r.to(tl.int64) * so[2]
+    to = out + tl.cast(b, tl.int64) * so[0] + tl.cast(group, tl.int64) * so[1] + r.to(tl.int64) * so[2]
     if SCALAR:
-        tl.store(at, (number * scale).to(out.dtype.element_ty), mask=r < rows)
+        tl.store(to, (number * scale).to(out.dtype.element_ty), mask=r < rows)
     else:
-        tl.store(at[:, None] + d[None, :], (total * scale).to(out.dtype.element_ty),
+        tl.store(to[:, None] + d[None, :], (total * scale).to(out.dtype.element_ty),
                  mask=(r[:, None] < rows) & (d[None, :] < D))  # fmt: skip
 
 
@@ -154,14 +154,14 @@ def reduce(partial, order, starts, parts, sums, crossed, gate, scratch, grad, sg
         h = h0 + local
         base = tl.cast(local, tl.int64) * 8 * length
         for c in range(a, e, N // 8):
-            at = c + n // 8
-            column = tl.load(order + at, mask=at < e, other=0)
+            slot = c + n // 8
+            column = tl.load(order + slot, mask=slot < e, other=0)
             place = base + (n % 8) * length + column + n % 8
             if SCALAR:
-                number += tl.load(partial + place, mask=at < e, other=0.0)
+                number += tl.load(partial + place, mask=slot < e, other=0.0)
             else:
                 total += tl.load(partial + place[:, None] * D + d[None, :],
-                                 mask=(at < e)[:, None] & (d[None, :] < D), other=0.0)  # fmt: skip
+                                 mask=(slot < e)[:, None] & (d[None, :] < D), other=0.0)  # fmt: skip
         if ENDS:
             for side in tl.static_range(2):
                 end = left_row
@@ -172,23 +172,23 @@ def reduce(partial, order, starts, parts, sums, crossed, gate, scratch, grad, sg
                         bh = b * H + h
                         if PARTS:
                             for c in range(0, blocks, N):
-                                at = ((tl.cast(bh, tl.int64) * blocks + c + n) * 2 + side)[:, None] * D + d[None, :]
+                                part = ((tl.cast(bh, tl.int64) * blocks + c + n) * 2 + side)[:, None] * D + d[None, :]
                                 inside = (c + n < blocks)[:, None] & (d[None, :] < D)
-                                value = tl.load(parts + at, mask=inside, other=0.0)
+                                value = tl.load(parts + part, mask=inside, other=0.0)
                                 if side == 1:
-                                    value -= tl.load(parts + at - D, mask=inside, other=0.0)
+                                    value -= tl.load(parts + part - D, mask=inside, other=0.0)
                                 total += value
                         if SCALAR or CROSS:
                             sigma = tl.zeros([N], tl.float32)
                             for c in range(0, T, N):
-                                inside = c + n < T
-                                at = sums + tl.cast((side * B + b) * H + h, tl.int64) * T + c + n
-                                value = tl.load(at, mask=inside, other=0.0)
+                                within = c + n < T
+                                sum_at = sums + tl.cast((side * B + b) * H + h, tl.int64) * T + c + n
+                                summed = tl.load(sum_at, mask=within, other=0.0)
                                 if GATED:
-                                    at = gate + tl.cast(b, tl.int64) * sgate[0] + tl.cast(h, tl.int64) * sgate[1]
-                                    at = at + (c + n) * sgate[2]
-                                    value *= tl.load(at, mask=inside, other=0.0).to(tl.float32)
-                                sigma += value
+                                    gate_at = gate + tl.cast(b, tl.int64) * sgate[0] + tl.cast(h, tl.int64) * sgate[1]
+                                    gate_at = gate_at + (c + n) * sgate[2]
+                                    summed *= tl.load(gate_at, mask=within, other=0.0).to(tl.float32)
+                                sigma += summed
                             if SCALAR:
                                 number += sigma
                             else:

@@ -18,13 +18,26 @@ from .launch import launch
 from .masks import BLOCK, Masking, dropping
 from .project import project, toeplitz
 from .terms import (
-    FAR, LOG2E, Geometry, Skewed, Store, Table, Toeplitz, column_rows, end_rows, rows_of, saturation,
-    skewed_band, skewed_edge, toeplitz_band, toeplitz_edge,
+    FAR,
+    LOG2E,
+    Geometry,
+    Skewed,
+    Store,
+    Table,
+    Toeplitz,
+    column_rows,
+    end_rows,
+    rows_of,
+    saturation,
+    skewed_band,
+    skewed_edge,
+    toeplitz_band,
+    toeplitz_edge,
 )  # fmt: skip
 
 __all__ = ["MOST", "Buffer", "Layout", "Source", "limits_of"]
 
-MOST = 4
+MOST = 8
 """Score terms that a kernel takes: each has its own descriptor argument."""
 
 BUDGET = 1 << 30

@@ -8,7 +8,6 @@ is skewed. Table rows are gathered by the column's φ, so no table is ever expan
 import triton
 import triton.language as tl
 
-from .masks import span_of
 from .tiles import load_rows
 
 _RUNTIME = [
@@ -92,7 +91,7 @@ def project(x, table, columns_of, z, ranges, sx, th, tr, scale, head, stride, H,
 
 @triton.jit(do_not_specialize=["width", "shift", "low", "high", "H"])
 def toeplitz(table, rows_of, slab, th, tr, width, shift, low, high, N: tl.constexpr, CB: tl.constexpr):
-    """slab[h, a, w] = table[h, φ(a − w + shift)]; rows_of holds φ of the offsets low … high."""
+    """slab[h, a, w] = table[h, φ(a − w + shift)], width a multiple of CB; rows_of holds φ of the offsets low … high."""
     w = tl.program_id(0) * CB + tl.arange(0, CB)
     h = tl.program_id(1)
     a = tl.arange(0, N)
@@ -102,8 +101,9 @@ def toeplitz(table, rows_of, slab, th, tr, width, shift, low, high, N: tl.conste
     value = value.to(tl.float32)
     if slab.dtype.element_ty == tl.float16:
         value = tl.minimum(tl.maximum(value, -65504.0), 65504.0)
+    width = width // CB * CB
     at = slab + tl.cast(h, tl.int64) * N * width + a[:, None] * width + w[None, :]
-    tl.store(at, value.to(slab.dtype.element_ty), mask=w[None, :] < width)
+    tl.store(at, value.to(slab.dtype.element_ty))
 
 
 @triton.jit
