@@ -6,13 +6,11 @@ serve every mechanism and a new length or a new map recompiles nothing. Implemen
 
 from __future__ import annotations
 
-from math import prod
-
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
 
 from .call import Call
+from .flops import register_when_counted
 from .mask import Mask
 from .terms import ports_of
 
@@ -93,18 +91,7 @@ def _(do, dlse, o, lse, need, q, k, v, tensors, *rest):
     return *grads[:3], grads[3:]
 
 
-@register_flop_formula(torch.ops.tilewise.attn_fwd)
-def _(q_shape, k_shape, v_shape, *args, out_shape=None, **kwargs) -> int:
-    """2 a multiply-add of QKᵀ and PV, as PyTorch counts SDPA: no discount for masks, none of the terms' own work."""
-    return 2 * prod(q_shape[:3]) * k_shape[2] * (q_shape[3] + v_shape[3])
-
-
-@register_flop_formula(torch.ops.tilewise.attn_bwd)
-def _(
-    do_shape, dlse_shape, o_shape, lse_shape, need, q_shape, k_shape, v_shape, *args, out_shape=None, **kwargs
-) -> int:
-    """S, dQ and dK cost d a score, dP and dV d_v."""
-    return 2 * prod(q_shape[:3]) * k_shape[2] * (3 * q_shape[3] + 2 * v_shape[3])
+register_when_counted()
 
 
 class _NotTwice(torch.autograd.Function):

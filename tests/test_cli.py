@@ -1,0 +1,109 @@
+"""The command line: info, the demo's options and exit status, and what it says when something is missing."""
+
+import importlib.util
+import json
+import re
+
+import pytest
+from typer.testing import CliRunner
+
+from tilewise import cli
+from tilewise.demo import show
+from tilewise.demo.experiment import Experiment, Row
+
+
+@pytest.fixture
+def invoke():
+    def run(*arguments):
+        result = CliRunner().invoke(cli._app(), list(arguments), env={"COLUMNS": "200", "NO_COLOR": "1"})
+        # The frame around an error breaks its lines.
+        return result.exit_code, re.sub(r"[│╭╮╰╯─\s]+", " ", result.output)
+
+    return run
+
+
+def test_info_as_json_has_versions_devices_and_every_implementation(invoke):
+    result = CliRunner().invoke(cli._app(), ["info", "--json", "--device", "cpu"])
+    assert result.exit_code == 0
+    facts = json.loads(result.output)
+    assert facts["versions"]["torch"].startswith("2.")
+    assert facts["devices"][0]["device"] == "cpu"
+    lines = {(line["implementation"], line["mechanism"]): line for line in facts["support"]}
+    assert lines["blocked", "T5"]["usable"]
+    assert not lines["triton", "T5"]["usable"]
+    assert "cpu" in lines["triton", "T5"]["reasons"][0]
+    assert {implementation for implementation, _ in lines} == {"triton", "blocked", "reference"}
+
+
+def test_info_as_a_table(invoke):
+    code, output = invoke("info", "--device", "cpu")
+    assert code == 0
+    assert "Transformer-XL" in output
+    assert re.search(r"blocked ┃? ?T5 yes", output)
+
+
+def test_info_on_a_device_that_is_not_there(invoke):
+    code, output = invoke("info", "--device", "nonsense")
+    assert code == 2
+    assert "device 'nonsense'" in output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--lengths", "512,x"], "'512,x'; expected numbers of tokens from 64 on"),
+        (["--lengths", "8"], "'8'; expected numbers of tokens from 64 on"),
+        (["/nowhere/text"], "'/nowhere/text' does not exist"),
+    ],
+)
+def test_bad_options(invoke, arguments, message):
+    code, output = invoke("demo", *arguments)
+    assert code == 2
+    assert message in output
+
+
+def test_a_file_that_is_not_a_text_or_too_short(invoke, tmp_path):
+    file = tmp_path / "file"
+    file.write_bytes(b"\xff\xfe\x00")
+    code, output = invoke("demo", str(file))
+    assert code == 2
+    assert "is not UTF-8 text" in output
+    file.write_text("Short.")
+    code, output = invoke("demo", str(file))
+    assert code == 2
+    assert re.search(r"has \d+ tokens; expected at least 64", output)
+
+
+@pytest.mark.parametrize(("difference", "status"), [(1e-6, 0), (1e-3, 1)])
+def test_the_exit_status_and_the_json_say_whether_it_was_exact(invoke, monkeypatch, tmp_path, difference, status):
+    experiment = Experiment(
+        [Row(64, "transformers", 2.0, 1.0, 9.0), Row(64, "tilewise", 1.0, 0.5, 3.0, difference, True)]
+    )
+    monkeypatch.setattr(show, "demo", lambda *args, **kwargs: experiment)
+    path = tmp_path / "new" / "figures.json"
+    code, output = invoke("demo", "--json", str(path))
+    assert code == status
+    assert str(path) in output
+    figures = json.loads(path.read_text())
+    assert figures["exact"] is (status == 0)
+    assert figures["rows"][1] == {
+        "n": 64, "system": "tilewise", "seconds": 1.0, "encode_seconds": 0.5, "peak_mib": 3.0,
+        "max_abs_diff": difference, "tokens_equal": True, "note": "", "tokens": [],
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("absent", "arguments", "install"),
+    [
+        ("typer", [], "tilewise[cli]"),
+        ("onnx", ["demo"], "tilewise[demo]"),
+        ("traceforge_title_model", ["demo"], "tilewise[demo]"),
+    ],
+)
+def test_a_missing_extra_is_named_with_the_way_to_install_it(monkeypatch, absent, arguments, install):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == absent else find(name, *rest))
+    monkeypatch.setattr("sys.argv", ["tilewise", *arguments])
+    with pytest.raises(SystemExit) as stopped:
+        cli.main()
+    assert f"needs {absent}, not installed here. Install with: pip install '{install}'" in str(stopped.value)
