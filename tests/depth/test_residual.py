@@ -76,8 +76,9 @@ def test_activation_checkpointing_changes_nothing(kind):
     model, tokens = moved(small(kind)).double(), torch.randint(32, (2, 9))
     plain = gradients(model, model.loss(tokens))
     again = gradients(model, model.loss(tokens, recompute=True))
+    # Without recomputation the reads of a block share their gradients, which are then added up in another order.
     for name, grad in plain.items():
-        torch.testing.assert_close(again[name], grad, rtol=0, atol=0, msg=name)
+        torch.testing.assert_close(again[name], grad, rtol=1e-10, atol=1e-13, msg=name)
 
 
 def test_two_checkpointed_passes_before_one_backward():
@@ -137,6 +138,64 @@ def test_wrong_order_raises():
         Residual(8, 4, "blocks")
     with pytest.raises(ValueError, match="span"):
         AttnRes(8, Schedule.block(4, 2), span=(2, 2))
+
+
+def test_autocast_does_not_touch_the_reads():
+    for options in ({}, {"norms": torch.ones(4, 8).unbind(0)}):
+        residual, x = AttnRes(8, Schedule.block(4, 1)), torch.randn(3, 8)
+        nn.init.normal_(residual.query)
+        outputs = []
+        for enabled in (False, True):
+            with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+                stream = residual(x, **options)
+                for l in range(4):
+                    stream.write(l, torch.sin(stream.read(l)))
+                outputs.append(stream.output())
+        torch.testing.assert_close(*outputs, rtol=0, atol=0)
+
+
+def test_shared_reads_take_the_norms_that_were_given():
+    residual, norms = AttnRes(8, Schedule.block(4, 2)), torch.ones(4, 8).unbind(0)
+    with pytest.raises(ValueError, match="found 3 weights, expected 4"):
+        residual(torch.zeros(3, 8), norms=norms[:3])
+    stream = residual(torch.zeros(3, 8), norms=norms)
+    assert type(stream).__name__ == "SharedStream"
+    with pytest.raises(ValueError, match=r"norms\[0\], expected the same one"):
+        stream.read(0, torch.ones(8))
+    stream.read(0, norms[0])
+    with pytest.raises(ValueError, match=r"found read\(0\), expected write\(0, ...\)"):
+        stream.read(0)
+    with pytest.raises(ValueError, match=r"found shape \(3, 1\)"):
+        stream.write(0, torch.zeros(3, 1))
+    with torch.no_grad():
+        assert type(residual(torch.zeros(3, 8), norms=norms)).__name__ == "Stream"
+    full = AttnRes(8, Schedule.full_attention(4))
+    assert type(full(torch.zeros(3, 8), norms=norms)).__name__ == "Stream"
+
+
+def test_shared_reads_hand_over_to_a_plain_stream_inside_a_block():
+    residual = AttnRes(8, Schedule.block(7, 3)).double()
+    nn.init.normal_(residual.query)
+    norms = torch.randn(7, 8, dtype=torch.float64).unbind(0)
+    x = torch.randn(3, 8, dtype=torch.float64, requires_grad=True)
+
+    def part(stream, last):
+        while stream.position < last:
+            l = stream.position
+            stream.write(l, torch.sin(stream.read(l, norms[l])))
+
+    results = []
+    for switch in (7, 0, 4):
+        stream = residual(x, norms=norms)
+        part(stream, switch)
+        if switch < 7:
+            stream.checkpoint(part, 6)
+        part(stream, 7)
+        out = stream.output()
+        results.append((out, *torch.autograd.grad(out.sin().sum(), [x, residual.query, residual.key_weight])))
+    for other in results[1:]:
+        for a, b in zip(results[0], other, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-12)
 
 
 def test_autocast_keeps_the_stream_in_the_embedding_dtype():

@@ -68,6 +68,27 @@ def test_equals_the_definition(name):
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.parametrize("name", [name for name, schedule in PLANS.items() if not schedule.full])
+def test_shared_reads_equal_the_definition(name):
+    schedule = PLANS[name]
+    module = residual(schedule, 16, torch.float64)
+    x = torch.randn(2, 3, 16, dtype=torch.float64, requires_grad=True)
+    norms = torch.randn(13, 16, dtype=torch.float64, requires_grad=True)
+    matrices = torch.randn(12, 16, 16, dtype=torch.float64) / 4
+
+    stream = module(x, norms=norms[:12].unbind(0))
+    for l, m in enumerate(matrices):
+        stream.write(l, torch.tanh(stream.read(l) @ m))
+    got = stream.output(norms[12])
+
+    functions = [lambda h, m=m, w=w: torch.tanh((naive.rms(h) * w) @ m) for m, w in zip(matrices, norms, strict=False)]
+    expected = naive.rms(reference(schedule, x, functions, module.query, module.key_weight)[1]) * norms[12]
+    torch.testing.assert_close(got, expected, rtol=1e-11, atol=1e-11)
+    leaves, seed = [x, norms, module.query, module.key_weight], torch.randn_like(got)
+    for a, b in zip(*(torch.autograd.grad(y, leaves, seed) for y in (got, expected)), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
+
+
 @pytest.mark.parametrize("schedule", [Schedule.block(128, 16), Schedule.full_attention(128)], ids=["block", "full"])
 def test_deep_stack_is_exact(schedule):
     module = residual(schedule, 8, torch.float64)
@@ -82,9 +103,10 @@ def test_deep_stack_is_exact(schedule):
         assert (a - b).abs().max() <= 1e-10 * b.abs().max()
 
 
-@pytest.mark.parametrize("schedule", [Schedule.block(128, 16), Schedule.full_attention(128)], ids=["block", "full"])
-def test_deep_stack_in_bf16(schedule):
+@pytest.mark.parametrize("how", ["block", "full", "shared"])
+def test_deep_stack_in_bf16(how):
     """Every read of 128 within the budget of a dense bf16 run; updates are given, so errors do not feed back."""
+    schedule = Schedule.full_attention(128) if how == "full" else Schedule.block(128, 16)
     exact = residual(schedule, 32, torch.float64)
     low = AttnRes(32, schedule, dtype=torch.bfloat16)
     low.load_state_dict(exact.state_dict())
@@ -92,13 +114,21 @@ def test_deep_stack_in_bf16(schedule):
     x = torch.randn(3, 32).bfloat16().requires_grad_()
     updates = torch.randn(128, 3, 32).bfloat16().requires_grad_()
     wide = [t.detach().double().requires_grad_() for t in (x, updates)]
+    norm = torch.ones(32)
 
-    def run(how, module, x, updates):
+    def run(side, module, x, updates):
         functions = [lambda h, u=u: u for u in updates]
-        if how == "stream":
-            inputs, out = streamed(module, x, functions)
-        else:
+        if side == "naive":
             inputs, out = reference(schedule, x, functions, module.query, module.key_weight)
+            inputs, out = [naive.rms(h) for h in inputs], naive.rms(out)
+        elif how == "shared":
+            stream, inputs = module(x, norms=[norm] * 128), []
+            for l, u in enumerate(updates):
+                inputs.append(stream.read(l))
+                stream.write(l, u)
+            out = stream.output(norm)
+        else:
+            inputs, out = streamed(module, x, functions, norm)
         weights = torch.Generator().manual_seed(1)
         loss = sum(
             (h * torch.randn(h.shape, generator=weights, dtype=torch.float64).bfloat16().to(h.dtype)).sum()

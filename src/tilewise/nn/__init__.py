@@ -2,7 +2,9 @@
 
 from .decoder import Decoder, DecoderConfig, KVCache
 from .kimi import attn_res_from_config, kimi_k3_state_dict, load_kimi_k3
-from .residual import AttnRes, Residual, StandardResidual, StandardStream, Stream
+from .residual import AttnRes, Residual, StandardResidual
+from .shared import SharedStream
+from .stream import StandardStream, Stream
 
 __all__ = [
     "AttnRes",
@@ -10,6 +12,7 @@ __all__ = [
     "DecoderConfig",
     "KVCache",
     "Residual",
+    "SharedStream",
     "StandardResidual",
     "StandardStream",
     "Stream",

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from tilewise.depth.reference import wide
 
-from .residual import Residual, StandardStream, Stream
+from .residual import Residual
+from .stream import StandardStream, Stream
 
 __all__ = ["Attend", "Decoder", "DecoderConfig", "KVCache", "rope"]
 
@@ -206,7 +207,12 @@ class Decoder(nn.Module):
         positions = torch.arange(start, start + tokens.shape[1], device=tokens.device)
         angles = rope(positions, self.config.d // self.config.heads, self.config.rope_theta)
         attend = self.attention()
-        stream = (residual or self.residual)(self.embedding(tokens))
+        x = self.embedding(tokens)
+        if residual is None:
+            norms = [weight for layer in self.layers for weight in (layer.attention_norm, layer.mlp_norm)]
+            stream = self.residual(x, norms=norms)
+        else:
+            stream = residual(x)
         for layer in self.layers:
             if recompute:
                 stream.checkpoint(layer, angles, attend)

@@ -1,0 +1,31 @@
+"""Reads and writes of a stream alternate and go up by one."""
+
+from __future__ import annotations
+
+__all__ = ["Order"]
+
+
+class Order:
+    """The position of a stream; anything out of turn is an error, never a silently wrong sum."""
+
+    def __init__(self, first: int, last: int) -> None:
+        self.next, self.last, self.reading = first, last, True
+
+    def read(self, sublayer: int) -> None:
+        if not self.reading or sublayer != self.next:
+            expected = f"read({self.next})" if self.reading else f"write({self.next}, ...)"
+            raise ValueError(f"sublayer: found read({sublayer}), expected {expected}{self.hint()}")
+        self.reading = False
+
+    def write(self, sublayer: int) -> None:
+        if self.reading or sublayer != self.next:
+            expected = f"read({self.next})" if self.reading else f"write({self.next}, ...)"
+            raise ValueError(f"sublayer: found write({sublayer}), expected {expected}{self.hint()}")
+        self.reading, self.next = True, self.next + 1
+
+    def output(self) -> None:
+        if self.next != self.last or not self.reading:
+            raise ValueError(f"output: found {self.next} of {self.last} sublayers written, expected all")
+
+    def hint(self) -> str:
+        return "; under activation checkpointing use stream.checkpoint(function, ...)" if self.next == self.last else ""

@@ -1,0 +1,138 @@
+"""Streams for one forward pass, over depth and standard, with one face: `read`, `write`, `output`, `checkpoint`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from tilewise.depth import stream as functional
+from tilewise.depth.reference import rms_norm
+from tilewise.depth.schedule import Schedule
+from tilewise.depth.stream import Reads, State
+
+from .order import Order
+
+__all__ = ["StandardStream", "Stream"]
+
+
+class Stream:
+    """One forward pass of a residual stream over depth. Made by calling :class:`AttnRes`; used once.
+
+    Attributes:
+        state: tensors of the stream between two sublayers.
+        complete: (number, prefix, update) → the source that a finished block becomes; the sum unless replaced.
+
+    Example:
+        >>> residual = AttnRes(64, Schedule.block(4, 2))
+        >>> stream = residual(torch.randn(2, 5, 64))
+        >>> for l in range(4):
+        ...     stream.write(l, torch.tanh(stream.read(l)))
+        >>> stream.output().shape
+        torch.Size([2, 5, 64])
+    """
+
+    def __init__(self, schedule: Schedule, reads: Reads, state: State, position: int | None = None) -> None:
+        self.schedule, self.reads, self.state = schedule, reads, state
+        self.complete = functional.total
+        self._order = Order(reads.first if position is None else position, reads.last)
+
+    @property
+    def position(self) -> int:
+        """The sublayer to be read next."""
+        return self._order.next
+
+    def read(self, sublayer: int, norm_weight: Tensor | None = None) -> Tensor:
+        """Input of sublayer l: the mix h_l, or with `norm_weight` RMSNorm(h_l) * norm_weight in the same kernel.
+
+        Raises:
+            ValueError: l is not the next sublayer, or the last one has not been written.
+        """
+        self._order.read(sublayer)
+        y, self.state = functional.read(
+            self.state, self.schedule, self.reads, sublayer, norm_weight, complete=self.complete
+        )
+        return y
+
+    def write(self, sublayer: int, update: Tensor) -> None:
+        """Output of sublayer l, without any residual added.
+
+        Raises:
+            ValueError: l is not the sublayer that was read last, or the shape differs from the embedding's.
+        """
+        self._order.write(sublayer)
+        self.state = functional.write(self.state, update)
+
+    def output(self, norm_weight: Tensor | None = None) -> Tensor:
+        """The output head's read over the embedding and all blocks, with the final norm if its weight is given.
+
+        Raises:
+            ValueError: sublayers remain.
+        """
+        self._order.output()
+        return functional.output(self.state, self.reads, norm_weight)
+
+    def checkpoint(self, function: Callable[..., None], *args, **kwargs) -> None:
+        """Run `function(stream, *args, **kwargs)`, which reads and writes some sublayers, and recompute it backward.
+
+        The function gets a stream of its own that starts from this one's state, so that running it twice is harmless.
+        Only the state between calls is kept: per call the waiting update, the prefix and what phase 1 left.
+        """
+
+        start = self.position
+
+        def run(state: State, *args):
+            inner = Stream(self.schedule, self.reads, state, start)
+            inner.complete = self.complete
+            function(inner, *args, **kwargs)
+            if not inner._order.reading:
+                raise ValueError(f"function: found sublayer {inner.position} read but not written, expected both")
+            return inner.state, inner.position
+
+        self.state, self._order.next = checkpoint(run, self.state, *args, use_reentrant=False)
+
+
+class StandardStream:
+    """The ordinary residual h += update behind the same face, so that a model is written once."""
+
+    def __init__(self, embedding: Tensor, sublayers: int, output_eps: float) -> None:
+        self.hidden, self._order = embedding, Order(0, sublayers)
+        self._norm = partial(rms_norm, eps=output_eps)
+
+    @property
+    def position(self) -> int:
+        """The sublayer to be read next."""
+        return self._order.next
+
+    def read(self, sublayer: int, norm_weight: Tensor | None = None) -> Tensor:
+        """The stream, or its RMSNorm times `norm_weight`."""
+        self._order.read(sublayer)
+        return self._normed(norm_weight)
+
+    def write(self, sublayer: int, update: Tensor) -> None:
+        """Add the output of sublayer l."""
+        self._order.write(sublayer)
+        self.hidden = self.hidden + update
+
+    def output(self, norm_weight: Tensor | None = None) -> Tensor:
+        """The stream after the last sublayer, with the final norm if its weight is given."""
+        self._order.output()
+        return self._normed(norm_weight)
+
+    def checkpoint(self, function: Callable[..., None], *args, **kwargs) -> None:
+        """As :meth:`Stream.checkpoint`."""
+        start = self.position
+
+        def run(hidden: Tensor, *args):
+            inner = object.__new__(StandardStream)
+            inner.hidden, inner._norm = hidden, self._norm
+            inner._order = Order(start, self._order.last)
+            function(inner, *args, **kwargs)
+            return inner.hidden, inner.position
+
+        self.hidden, self._order.next = checkpoint(run, self.hidden, *args, use_reentrant=False)
+
+    def _normed(self, weight: Tensor | None) -> Tensor:
+        return self.hidden if weight is None else self._norm(self.hidden, weight).to(self.hidden.dtype)
