@@ -129,6 +129,19 @@ def test_select_on_a_gpu_is_the_published_table():
     assert systems["deberta_v3"] - systems["t5"] == {"flashdeberta", "disentangled-flash"}
 
 
+def test_a_compiling_system_gets_a_process_for_each_case_or_more_while_cores_are_idle():
+    cells = runner.select("relative", "cuda", systems=["compile", "eager"])
+    whole = runner._groups(cells, cores=4)
+    assert [(g[0].system, {c.case for c in g}) for g in whole[:4]] == [
+        ("compile", {case}) for case in ("t5", "shaw", "deberta_v3", "transformer_xl")
+    ]
+    assert len(whole) == 5
+    assert len(whole[4]) == 28
+    halves = runner._groups(cells, cores=8)
+    assert [len(g) for g in halves] == [4, 3] * 4 + [28]
+    assert sorted(map(str, (c for g in halves for c in g))) == sorted(map(str, cells))
+
+
 def test_merge_keeps_the_last_of_equal_cells_and_their_runs_only():
     def cell(run, case, ms):
         key = {"set": "s", "case": case, "n": 8, "pass": "fwd", "system": "x", "dtype": "d"}

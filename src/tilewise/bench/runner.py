@@ -11,6 +11,7 @@ import contextlib
 import json
 import os
 import queue
+import shutil
 import signal
 import subprocess
 import sys
@@ -36,7 +37,7 @@ class Limits:
     """Seconds: one cell's measurement, one cell's compilation, a process's start, and the whole run (None: none)."""
 
     measure: float = 60.0
-    compile: float = 180.0
+    compile: float = 120.0
     start: float = 120.0
     total: float | None = None
 
@@ -91,25 +92,41 @@ def select(
 
 
 def estimate(cells: Sequence[Cell], plan: Plan) -> float:
-    """Seconds that a run will take, roughly: measured costs of one machine with 16 cores and an H200."""
+    """Seconds that a run will take, roughly, on a machine with 16 cores."""
     groups = _groups(cells)
-    compiling = [len(g) * (12.0 if g[0].system == "compile" else 7.0) for g in groups if _compiles(g[0])]
+    seconds = {"compile": 30.0, "flex": 16.0, "flex-dense": 16.0}
+    compiling = [len(g) * seconds.get(g[0].system, 8.0) for g in groups if _compiles(g[0])]
     measuring = sum(0.5 + len(c.passes) * plan.rounds * 2 * plan.round_ms / 2e3 for c in cells)
-    start = 12.0 if cells[0].device == "cuda" else 6.0 * len(groups)
-    return start + max(compiling, default=0.0) + measuring
+    start = 20.0 if cells[0].device == "cuda" else 6.0 * len(groups)
+    return start + max(max(compiling, default=0.0), sum(compiling) / 16) + measuring
 
 
 def _compiles(cell: Cell) -> bool:
     return cell.device == "cuda" and bench_set(cell.set).compiles(cell.system)
 
 
-def _groups(cells: Sequence[Cell]) -> list[list[Cell]]:
+def _groups(cells: Sequence[Cell], cores: int | None = None) -> list[list[Cell]]:
+    """Cells by process: one a system or, where it compiles, one a case, or more while that leaves cores idle."""
     groups: dict[tuple, list[Cell]] = {}
     for cell in cells:
         groups.setdefault((cell.system, cell.case if _compiles(cell) else None), []).append(cell)
-    # Slow compilers first, and within a process short lengths first.
-    ordered = sorted(groups.values(), key=lambda g: (not _compiles(g[0]), g[0].system != "compile"))
-    return [sorted(g, key=lambda c: c.n) for g in ordered]
+    compiling = sum(_compiles(g[0]) for g in groups.values())
+    parts = max(1, (cores or os.cpu_count() or 1) // max(1, compiling))
+    split = []
+    for group in groups.values():
+        count = min(parts, len(group)) if _compiles(group[0]) else 1
+        split += [sorted(group, key=lambda c: c.n)[part::count] for part in range(count)]
+    # Slow compilers first.
+    return sorted(split, key=lambda g: (not _compiles(g[0]), g[0].system != "compile"))
+
+
+def _scratch(cells: Sequence[Cell]) -> str | None:
+    """Where truths go: memory where there is room for twice their size (some 7 GB for a whole set), else the disk."""
+    names = {cell.truth_name(): 24 * cell.tokens * cell.heads * cell.head_dim for cell in cells}
+    memory = Path("/dev/shm")
+    if memory.is_dir() and os.access(memory, os.W_OK) and shutil.disk_usage(memory).free > 2 * sum(names.values()):
+        return str(memory)
+    return None
 
 
 @dataclass
@@ -122,6 +139,7 @@ class _Process:
     cell: Cell | None = None
     since: float = field(default_factory=time.monotonic)
     killed: str | None = None
+    late: bool = False
     listener: threading.Thread | None = None
 
     def enter(self, state: str, cell: Cell | None = None) -> None:
@@ -135,7 +153,8 @@ class _Process:
 
     def last_words(self) -> str:
         lines = [line for line in self.errors.read_text(errors="replace").splitlines() if line.strip()]
-        return lines[-1][:300] if lines else ""
+        telling = [line for line in lines if "Error" in line] or lines
+        return telling[-1][:300] if telling else ""
 
 
 class _Run:
@@ -144,10 +163,10 @@ class _Run:
         self.device = cells[0].device
         self.bench = bench_set(cells[0].set)
         self.id = uuid.uuid4().hex[:8]
-        self.began = time.monotonic()
+        self.began = self.spoke = time.monotonic()
         self.left = {key for cell in cells for key in cell.keys()}
         self.events: queue.Queue = queue.Queue()
-        self.folder = Path(tempfile.mkdtemp(prefix="tilewise-bench-"))
+        self.folder = Path(tempfile.mkdtemp(prefix="tilewise-bench-", dir=_scratch(cells)))
         self.alive: list[_Process] = []
         # On the CPU a neighbour that merely starts would disturb the timing.
         self.width = len(cells) + 1 if self.device == "cuda" else 1
@@ -166,8 +185,8 @@ class _Run:
         where = {"lock": str(self.folder / "lock"), "truths": str(self.folder)}
         job.write_text(json.dumps({**what, **where, "plan": asdict(self.plan)}))
         environment = dict(os.environ, PYTHONUNBUFFERED="1")
-        # Every process compiles at once: a pool of compilers in each would only compete.
-        environment.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+        # All processes compile at once: a pool of as many compilers as cores in each would only compete.
+        environment.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "4" if self.device == "cuda" else "1")
         with errors.open("w") as stderr:
             handle = subprocess.Popen(
                 [sys.executable, "-m", "tilewise.bench.worker", str(job)],
@@ -196,6 +215,7 @@ class _Run:
             else:
                 self.handle(process, event)
             self.enforce()
+            self.status()
             if self.limits.total is not None and time.monotonic() - self.began > self.limits.total:
                 self.say(f"time limit of {self.limits.total:.0f} s reached")
                 return
@@ -214,11 +234,25 @@ class _Run:
                 self.alive.remove(process)
                 self.bury(process)
 
+    def status(self) -> None:
+        """Say every 15 s without a record who keeps the others waiting."""
+        now = time.monotonic()
+        if now - self.spoke < 15.0:
+            return
+        self.spoke = now
+        busy = [p for p in self.alive if p.state != "wait"]
+        what = [
+            f"{p.state} {p.kind if (c := p.cell) is None else f'{c.case} {c.n} {c.system}'} {now - p.since:.0f} s"
+            for p in sorted(busy, key=lambda p: p.since)
+        ]
+        self.say(f"[{now - self.began:4.0f} s] {len(self.alive) - len(busy)} processes wait for: {'; '.join(what)}")
+
     def enforce(self) -> None:
         allowed = {"start": self.limits.start, "compile": self.limits.compile, "measure": self.limits.measure}
         for process in self.alive:
             limit = allowed.get(process.state)
             if limit is not None and process.killed is None and time.monotonic() - process.since > limit:
+                process.late = True
                 process.kill(f"stopped after {limit:.0f} s ({process.state})")
 
     def bury(self, process: _Process) -> None:
@@ -237,10 +271,10 @@ class _Run:
         alone = []
         for cell in at:
             rest.remove(cell)
-            if process.state == "compile" and len(cell.passes) > 1:
+            if process.state == "compile" and not process.late and len(cell.passes) > 1:
                 alone += [replace(cell, passes=(p,)) for p in cell.passes]
                 continue
-            lost = cell.passes if process.cell is None else cell.passes[:1]
+            lost = cell.passes if process.cell is None or process.state == "compile" else cell.passes[:1]
             for pass_ in lost:
                 self.keep(blank(self.bench, cell, pass_, why))
             if len(lost) < len(cell.passes):
@@ -259,7 +293,8 @@ class _Run:
         self.left.discard(store.key(record))
         self.fresh.append(record)
         store.save(self.path, store.merge(store.load(self.path), self.fresh))
-        self.say(f"[{time.monotonic() - self.began:4.0f} s] {describe(record)}  ({len(self.left)} left)")
+        self.spoke = time.monotonic()
+        self.say(f"[{self.spoke - self.began:4.0f} s] {describe(record)}  ({len(self.left)} left)")
 
     def close(self) -> None:
         for process in self.alive:

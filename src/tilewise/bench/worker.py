@@ -122,9 +122,14 @@ def _release(device: str) -> None:
 
 def _compile(bench: BenchSet, cell: Cell) -> None:
     """Run every pass once. What fails here fails again when it is measured, and is recorded there."""
-    with _device_errors(), contextlib.suppress(Exception):
+    try:
         _once(bench, cell)
-    _release(cell.device)
+    except BrokenDevice:
+        raise
+    except Exception as error:
+        print(f"{cell}: {_message(error)}", file=sys.stderr)
+    with _device_errors():
+        _release(cell.device)
 
 
 def _once(bench: BenchSet, cell: Cell) -> None:

@@ -1,0 +1,152 @@
+"""Tables, plots and the command line, on made-up results."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from tilewise.bench import records, runner
+from tilewise.bench.cli import app
+from tilewise.bench.relative import RELATIVE
+from tilewise.bench.report import failures, lost, render, tables
+from tilewise.bench.worker import blank
+
+SPEEDS = {"tilewise": 1.0, "flex": 2.0, "eager": 9.0}
+"""ms at length 512; ours takes three times as long at 128, where flex takes 2.0."""
+
+
+def made():
+    cells = runner.select("relative", "cuda", cases=["t5"], lengths=[128, 512], systems=list(SPEEDS))
+    out = [
+        {"record": "environment", "run": "r", "set": "relative", "date": "2026-01-02", "gpu": "H200", "cuda": "13.0",
+         "versions": {"torch": "2.11.0", "flashdeberta": None}, "options": {}},
+    ]  # fmt: skip
+    for cell in cells:
+        for pass_ in cell.passes:
+            r = blank(RELATIVE, cell, pass_) | {"run": "r"}
+            ms = SPEEDS[cell.system] * (3.0 if (cell.system, cell.n) == ("tilewise", 128) else 1.0)
+            if (cell.system, cell.n, pass_) == ("eager", 512, "bwd"):
+                r["error"] = "OutOfMemoryError: so much"
+            else:
+                r |= {"ok": True, "ms": ms, "tflops": 500.0 / ms, "ratio_to_baseline": 1 / ms, "peak_mib": 24.0 * ms}
+            out.append(r)
+    return out
+
+
+@pytest.fixture
+def results(tmp_path):
+    path = tmp_path / "relative.json"
+    records.save(path, made())
+    return path
+
+
+def test_tables_put_ours_first_and_mark_the_fastest_of_a_column():
+    forward, memory, backward, _ = tables(made())
+    assert forward.title.startswith("t5, forward: float16, 12 heads × 64, 16,384 tokens a batch · TFLOP/s")
+    assert forward.header == ["system", "128", "512"]
+    assert forward.rows == [
+        ["tilewise", "167 (0.33)", "500 (1.00)"],
+        ["flex", "250 (0.50)", "250 (0.50)"],
+        ["eager", "56 (0.11)", "56 (0.11)"],
+    ]
+    assert forward.emphasis == {(1, 1), (0, 2)}
+    assert memory.rows[1] == ["flex", "48", "48"]
+    assert backward.rows[2] == ["eager", "56 (0.11)", "–"]
+
+
+def test_cells_not_won_and_cells_without_a_result_are_shown():
+    assert lost(made()).rows == [
+        ["t5", "fwd", "128", "3.000", "flex 2.000", "1.50×"],
+        ["t5", "bwd", "128", "3.000", "flex 2.000", "1.50×"],
+    ]
+    assert failures(made()).rows == [["t5", "bwd", "512", "eager", "OutOfMemoryError: so much"]]
+    broken = made()
+    for r in broken:
+        if r.get("system") == "tilewise" and r["n"] == 512:
+            r |= {"ok": False, "ms": None, "error": "outside the error bounds: o"}
+    assert ["t5", "fwd", "512", "no result", "outside the error bounds: o", ""] in lost(broken).rows
+
+
+@pytest.mark.parametrize("rich", [False, True])
+def test_render_prints_every_table(rich, capsys):
+    render(made(), rich=rich)
+    out = capsys.readouterr().out
+    for expected in (
+        "H200",
+        "torch 2.11.0",
+        "500 (1.00)",
+        "Cells not won",
+        "Cells without a result",
+        "OutOfMemoryError",
+    ):
+        assert expected in out
+    assert "flashdeberta" not in out
+
+
+def test_report_draws_a_picture_a_case(results, tmp_path):
+    shown = CliRunner().invoke(app, ["report", str(results), "--plots", str(tmp_path / "plots")])
+    assert shown.exit_code == 0, shown.output
+    picture = tmp_path / "plots" / "t5-float16-64.png"
+    assert picture.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    assert picture.stat().st_size > 20_000
+
+
+def test_systems_that_share_a_case_never_share_a_colour():
+    from tilewise.bench.plots import _looks
+
+    cases = {case: {} for case in RELATIVE.cases}
+    for cell in runner.select("relative", "cuda"):
+        cases[cell.case][cell.system] = {}
+    looks = _looks(list(cases.values()))
+    for systems in cases.values():
+        assert len({looks[s] for s in systems}) == len(systems)
+
+
+def test_merge_joins_files(results, tmp_path):
+    out = tmp_path / "all.json"
+    done = CliRunner().invoke(app, ["merge", str(out), str(results), str(results)])
+    assert done.exit_code == 0, done.output
+    assert json.loads(out.read_text()) == made()
+
+
+def test_plan_names_reasons_and_memory():
+    shown = CliRunner().invoke(app, ["plan", "--case", "deberta_v3", "-N", "64", "-H", "2", "--device", "cpu"])
+    assert shown.exit_code == 0, shown.output
+    lines = [" ".join(line.split()) for line in shown.output.splitlines()]
+    assert "triton does not: q is on cpu; triton runs on cuda" in lines
+    assert "blocked runs" in lines
+    assert "one dense score matrix (not held) 0.0 MiB" in lines
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["run", "--cases", "bert"], "case is 'bert'"),
+        (["run", "--lengths", "many"], "expected numbers such as 512,2048"),
+        (["run", "--device", "tpu"], "expected auto, cuda or cpu"),
+        (["run", "--dtype", "int8"], "expected float16, bfloat16 or float32"),
+        (["plan", "--case", "bert"], "expected one of none, t5"),
+    ],
+)
+def test_bad_input_is_named(arguments, expected):
+    shown = CliRunner().invoke(app, arguments, env={"COLUMNS": "200"})
+    assert shown.exit_code == 2
+    assert expected in shown.output
+
+
+def test_a_run_on_the_cpu_from_the_command_line_to_the_report(tmp_path):
+    path = tmp_path / "results.json"
+    tiny = ["--cases", "t5", "--systems", "tilewise-blocked", "--lengths", "32", "--tokens", "32", "--heads", "2"]
+    arguments = ["run", "--device", "cpu", *tiny, "--json", str(path)]
+    shown = CliRunner().invoke(app, [*arguments, "--dry-run"])
+    assert "1 cells" in shown.output
+    assert not path.exists()
+    shown = CliRunner().invoke(app, arguments)
+    assert shown.exit_code == 0, shown.output
+    cells = [r for r in records.load(path) if r["record"] == "cell"]
+    assert [(r["pass"], r["ok"], r["dtype"], r["heads"]) for r in cells] == [
+        ("fwd", True, "float32", 2),
+        ("bwd", True, "float32", 2),
+    ]
+    shown = CliRunner().invoke(app, ["report", str(path), "--no-plots"])
+    assert "tilewise-blocked" in shown.output
