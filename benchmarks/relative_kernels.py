@@ -180,7 +180,12 @@ def graphed(run):
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         run()
-    return graph.replay
+
+    def replay(keep=run):
+        # The captured kernels read what `run` holds: it must live as long as the graph.
+        graph.replay()
+
+    return replay
 
 
 def steady(items, rounds: int, rep: int):
