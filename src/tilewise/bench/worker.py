@@ -188,6 +188,7 @@ def blank(bench: BenchSet, cell: Cell, pass_: str, error: str | None = None) -> 
         "dtype": cell.dtype, "heads": cell.heads, "head_dim": cell.head_dim, "tokens": cell.tokens,
         "ok": False, "ms": None, "tflops": None, "peak_mib": None, "baseline": bench.baseline(cell.device),
         "baseline_ms": None, "ratio_to_baseline": None, "ratio_to_cudnn": None, "graph": None, "not_captured": None,
+        "baseline_not_captured": None,
         "numerics": None,
         "samples": None, "error": error,
     }  # fmt: skip
@@ -227,7 +228,7 @@ def _pass(bench: BenchSet, cell: Cell, pass_: str, work: Workload, truth: Truth,
         ok=True, ms=round(samples.ms, 5), tflops=round(bench.flops(cell, pass_) / samples.ms / 1e9, 2),
         baseline_ms=round(samples.baseline_ms, 5), ratio_to_baseline=round(samples.ratio, 4),
         ratio_to_cudnn=round(samples.ratio, 4) if record["baseline"] == "cudnn" else None,
-        graph=cell.device == "cuda" and reasons[0] is None, not_captured=reasons[0],
+        graph=cell.device == "cuda" and reasons[0] is None, not_captured=reasons[0], baseline_not_captured=reasons[1],
         samples={"system": _rounded(samples.system), "baseline": _rounded(samples.baseline)},
     )  # fmt: skip
 
