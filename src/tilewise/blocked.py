@@ -154,26 +154,32 @@ def _rows_backward(
     row_lse = plan.take(lse, b, heads, block.rows)[..., None]
     empty = row_lse == float("-inf")
     dO = plan.take(do, b, heads, block.rows).masked_fill_(empty, 0.0)
-    delta = (dO * plan.take(o, b, heads, block.rows)).sum(-1, keepdim=True)
-    if dlse is not None:
-        delta.sub_(plan.take(dlse, b, heads, block.rows)[..., None].masked_fill(empty, 0.0))
     # Finite, so that S − lse is far below the floor and never NaN.
     row_lse.masked_fill_(empty, torch.finfo(plan.dtype).max / 4)
-    # lse is rounded, by as much as dense softmax errs in all: P is recomputed for whole rows and divided by its sum.
-    tiles, total = [], torch.zeros_like(row_lse)
+    tiles, total, delta = [], torch.zeros_like(row_lse), torch.zeros_like(row_lse)
     for tile in plan.tiles(block):
         seen = None if tile.whole else plan.seen(block, tile)
         P = plan.scores(block, tile, row_lse, seen, name=f"P{len(tiles)}").clamp_(min=plan.floor).exp_()
         if seen is not None:
             P.mul_(seen)
-        total.add_(P.sum(-1, keepdim=True))
-        tiles.append((tile, P))
-    total.masked_fill_(empty, 1.0)
-    dO, delta = dO.div_(total), delta.div_(total)
-    for tile, P in tiles:
+        dP = plan.product(f"dP{len(tiles)}", dO, plan.v[b, block.key_heads, tile.keys].mT)
+        if terms.values:
+            G = plan.projected(terms.values, [dO] * len(terms.values), heads, plan.columns(tile))
+            dP.add_(G if tile.at is not None else skew(G, dP.shape[2]))
         kept = plan.kept(block, tile) if call.dropout_p > 0.0 else None
+        if kept is not None:
+            dP.mul_(kept)
+        total.add_(P.sum(-1, keepdim=True))
+        delta.add_(torch.mul(P, dP, out=plan.work("S", *P.shape)).sum(-1, keepdim=True))
+        tiles.append((tile, P, dP, kept))
+    total.masked_fill_(empty, 1.0)
+    delta.div_(total)
+    if dlse is not None:
+        delta.sub_(plan.take(dlse, b, heads, block.rows)[..., None].masked_fill(empty, 0.0))
+    for tile, P, dP, kept in tiles:
+        P.div_(total)
         dropped = P if kept is None else P * kept
-        keys, k, v = tile.keys, *(x[b, block.key_heads, tile.keys] for x in (plan.k, plan.v))
+        keys, k = tile.keys, plan.k[b, block.key_heads, tile.keys]
         if dV is not None:
             dV[:, keys].add_(torch.bmm(plan.by_group(dropped).mT, plan.by_group(dO)))
         if any(factor.dE is not None for factor in terms.values):
@@ -181,15 +187,7 @@ def _rows_backward(
             for factor in terms.values:
                 if factor.dE is not None:
                     factor.accumulate(D, dO, heads, columns)
-
-        dP = plan.product("dP", dO, v.mT)
-        if terms.values:
-            G = plan.projected(terms.values, [dO] * len(terms.values), heads, plan.columns(tile))
-            dP.add_(G if tile.at is not None else skew(G, dP.shape[2]))
-        if kept is not None:
-            dP.mul_(kept)
         dS = dP.sub_(delta).mul_(P)
-
         if dQ is not None:
             plan.by_group(dQ).baddbmm_(plan.by_group(dS), k)
         if dK is not None:
