@@ -140,27 +140,37 @@ def mix_bwd(
 
 
 @_exact
-def scores(sources: Sequence[Tensor], q: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """(s [S, n, T], rstd [n, T])."""
+def scores(sources: Sequence[Tensor], q: Tensor, eps: float, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """(s [S, n, T], rstd [n, T]). `out` receives s, if given."""
     r = torch.stack([rstd(wide(v), eps) for v in sources])
-    s = torch.stack([(wide(v) @ q.mT).mT for v in sources], 1)
-    return s * r, r
+    s = torch.stack([(wide(v) @ q.mT).mT for v in sources], 1) * r
+    return s if out is None else out.copy_(s), r
 
 
 @_exact
-def complete(update: Tensor, prefix: Tensor | None, q: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """(b, s [S, T], rstd [T]) of the block that `update` completes."""
+def complete(
+    update: Tensor,
+    prefix: Tensor | None,
+    q: Tensor,
+    eps: float,
+    block: Tensor | None = None,
+    out: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(b, s [S, T], rstd [T]) of the block that `update` completes. `block` and `out` receive b and s, if given."""
     b = _add(update, prefix)
+    b = b if block is None else block.copy_(b)
     s, r = scores([b], q, eps)
-    return b, s[:, 0], r[0]
+    return b, s[:, 0] if out is None else out.copy_(s[:, 0]), r[0]
 
 
 @_exact
-def combine(sources: Sequence[Tensor], s: Tensor) -> tuple[Tensor, Tensor]:
-    """(o1 [S, T, d], lse [S, T]) from scores [S, n, T]."""
-    alpha = s.softmax(1)
-    o1 = sum(alpha[:, j, :, None] * wide(v) for j, v in enumerate(sources))
-    return o1.to(sources[0].dtype), s.logsumexp(1)
+def combine(
+    sources: Sequence[Tensor], s: Tensor, out: Tensor | None = None, lse: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """(o1 [S, T, d], lse [S, T]) from scores [S, n, T]. `out` and `lse` receive them, if given."""
+    alpha, total = s.softmax(1), s.logsumexp(1)
+    o1 = sum(alpha[:, j, :, None] * wide(v) for j, v in enumerate(sources)).to(sources[0].dtype)
+    return o1 if out is None else out.copy_(o1), total if lse is None else lse.copy_(total)
 
 
 @_exact
