@@ -311,7 +311,7 @@ def describe(record: dict) -> str:
     if not record["ok"]:
         return f"{head} no result: {record['error']}"
     peak = "" if record["peak_mib"] is None else f"{record['peak_mib']:9.0f} MiB"
-    speed = f"{record['ms']:9.3f} ms {record['tflops']:7.1f} TFLOP/s"
+    speed = f"{record['ms']:9.3f} ms {record['tflops']:7.4g} TFLOP/s"
     return f"{head} {speed}  {record['ratio_to_baseline']:.2f} of {record['baseline']}{peak}"
 
 

@@ -7,6 +7,7 @@ overwrite, the first event, the run and the last event in one go; the overwrite 
 
 from __future__ import annotations
 
+import ctypes
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -138,8 +139,8 @@ def compare(system: Callable[[], object], baseline: Callable[[], object], device
 def peak_mib(work: Callable[[], object], device: str) -> float | None:
     """Peak memory of one run above what was allocated before it, in MiB.
 
-    CUDA: of the caching allocator, so graphs and caches of earlier runs do not count. CPU (Linux): of the process's
-    resident memory; None elsewhere.
+    CUDA: of the caching allocator, so graphs and caches of earlier runs do not count. CPU (Linux with
+    glibc): of the process's resident memory; None elsewhere.
     """
     if device == "cuda":
         torch.cuda.synchronize()
@@ -151,8 +152,11 @@ def peak_mib(work: Callable[[], object], device: str) -> float | None:
         del kept
         return round(peak, 1)
     reset = Path("/proc/self/clear_refs")
-    if not reset.exists():
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if reset.exists() else None
+    if trim is None:
         return None
+    # Freed memory that the C library keeps would hide the next run's use of it.
+    trim(0)
     reset.write_text("5")
     before = _resident_kib("VmRSS")
     kept = work()

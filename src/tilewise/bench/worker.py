@@ -225,7 +225,7 @@ def _pass(bench: BenchSet, cell: Cell, pass_: str, work: Workload, truth: Truth,
         reasons.append(reason)
     samples = compare(*variants, cell.device, plan)
     record.update(
-        ok=True, ms=round(samples.ms, 5), tflops=round(bench.flops(cell, pass_) / samples.ms / 1e9, 2),
+        ok=True, ms=round(samples.ms, 5), tflops=round(bench.flops(cell, pass_) / samples.ms / 1e9, 4),
         baseline_ms=round(samples.baseline_ms, 5), ratio_to_baseline=round(samples.ratio, 4),
         ratio_to_cudnn=round(samples.ratio, 4) if record["baseline"] == "cudnn" else None,
         graph=cell.device == "cuda" and reasons[0] is None, not_captured=reasons[0], baseline_not_captured=reasons[1],
