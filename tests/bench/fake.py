@@ -1,12 +1,13 @@
 """A benchmark set whose systems misbehave, for the runner's tests; worker processes import it by its path.
 
 A process takes its cells by length, then by case. "mixed" dies in (a, 2), is wrong in (b, 2), raises in (a, 4) and is
-right in (b, 4); "hangs" does so in the backward of (a, 4).
+right in (b, 4); "hangs" does so in the backward of (a, 4); the first process that compiles "slow" never ends.
 """
 
 import os
 import signal
 import time
+from pathlib import Path
 
 import torch
 
@@ -16,7 +17,7 @@ from tilewise.bench.cells import Truth, Workload
 class Fake:
     name = "fake"
     cases = ("a", "b")
-    systems = ("mixed", "hangs")
+    systems = ("mixed", "hangs", "fine", "slow")
 
     def baseline(self, device):
         return "sdpa"
@@ -31,7 +32,7 @@ class Fake:
         return True
 
     def compiles(self, system):
-        return False
+        return system == "slow"
 
     def inputs(self, cell):
         generator = torch.Generator().manual_seed(cell.n)
@@ -40,6 +41,11 @@ class Fake:
     def build(self, cell):
         x, upstream = self.inputs(cell)
         x.requires_grad_()
+        if cell.system == "slow":
+            seen = Path(os.environ["SLOW_COMPILER"])
+            if not seen.exists():
+                seen.touch()
+                time.sleep(600)
 
         def run():
             match cell.system, cell.case, cell.n:

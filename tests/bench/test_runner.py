@@ -104,6 +104,18 @@ def test_limits_end_a_run_or_a_hanging_process_and_the_same_call_goes_on(tmp_pat
     assert again == found
 
 
+@pytest.mark.usefixtures("fake")
+def test_what_compiles_for_too_long_comes_last(tmp_path, monkeypatch):
+    monkeypatch.setenv("SLOW_COMPILER", str(tmp_path / "seen"))
+    cells = runner.select("fake", "cpu", systems=["slow", "fine"], cases=["a"], lengths=[2])
+    lines = []
+    limits = runner.Limits(patience=1.0)
+    runner.run(cells, tmp_path / "r.json", plan=PLAN, limits=limits, say=lines.append, jobs=2)
+    assert [r["system"] for r in records.load(tmp_path / "r.json")[1:]] == ["fine", "fine", "slow", "slow"]
+    assert all(r["ok"] for r in records.load(tmp_path / "r.json")[1:])
+    assert any("postponed: a slow" in line for line in lines)
+
+
 def test_select_names_what_is_wrong():
     with pytest.raises(ValueError, match="case is 'bert'; expected one of none, t5"):
         runner.select("relative", "cpu", cases=["bert"])

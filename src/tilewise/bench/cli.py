@@ -65,6 +65,9 @@ def run(
     time_limit: Annotated[float | None, typer.Option(help="Seconds after which the run stops.")] = None,
     cell_limit: Annotated[float, typer.Option(help="Seconds that the measurement of one cell may take.")] = 60.0,
     compile_limit: Annotated[float, typer.Option(help="Seconds that the first run of one cell may take.")] = 120.0,
+    patience: Annotated[
+        float, typer.Option(help="Seconds that what is ready waits for what still compiles, which then comes last.")
+    ] = 60.0,
     quick: Annotated[bool, typer.Option("--quick", help="Fewer rounds.")] = False,
     again: Annotated[bool, typer.Option("--again", help="Measure cells that the results have already.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would run and how long it would take.")] = False,
@@ -93,7 +96,7 @@ def run(
         typer.echo(f"{len(cells)} cells, about {runner.estimate(cells, plan):.0f} s")
         return
     path = json_path or Path("benchmarks/results") / records.gpu_name(where).lower() / f"{set_name}.json"
-    limits = runner.Limits(measure=cell_limit, compile=compile_limit, total=time_limit)
+    limits = runner.Limits(measure=cell_limit, compile=compile_limit, patience=patience, total=time_limit)
     outcome = runner.run(cells, path, plan=plan, limits=limits, again=again, say=typer.echo)
     typer.echo(f"Results: {path}")
     if outcome.missing:

@@ -34,11 +34,21 @@ __all__ = ["Limits", "Outcome", "estimate", "run", "select"]
 
 @dataclass(frozen=True)
 class Limits:
-    """Seconds: one cell's measurement, one cell's compilation, a process's start, and the whole run (None: none)."""
+    """Seconds.
+
+    Attributes:
+        measure: one cell's measurement.
+        compile: one cell's first run.
+        start: a process's start.
+        patience: how long processes that are ready wait for those that still compile. These are stopped then, and
+            start again at the end; the compilers' caches keep what they had done.
+        total: the whole run; None for no limit.
+    """
 
     measure: float = 60.0
     compile: float = 120.0
     start: float = 120.0
+    patience: float = 60.0
     total: float | None = None
 
 
@@ -140,6 +150,7 @@ class _Process:
     since: float = field(default_factory=time.monotonic)
     killed: str | None = None
     late: bool = False
+    postponed: bool = False
     listener: threading.Thread | None = None
 
     def enter(self, state: str, cell: Cell | None = None) -> None:
@@ -158,7 +169,10 @@ class _Process:
 
 
 class _Run:
-    def __init__(self, cells: Sequence[Cell], path: Path, plan: Plan, limits: Limits, say: Callable[[str], None]):
+    def __init__(
+        self, cells: Sequence[Cell], path: Path, plan: Plan, limits: Limits, say: Callable[[str], None],
+        jobs: int | None,
+    ):  # fmt: skip
         self.path, self.plan, self.limits, self.say = path, plan, limits, say
         self.device = cells[0].device
         self.bench = bench_set(cells[0].set)
@@ -169,7 +183,9 @@ class _Run:
         self.folder = Path(tempfile.mkdtemp(prefix="tilewise-bench-", dir=_scratch(cells)))
         self.alive: list[_Process] = []
         # On the CPU a neighbour that merely starts would disturb the timing.
-        self.width = len(cells) + 1 if self.device == "cuda" else 1
+        self.width = jobs or (len(cells) + 1 if self.device == "cuda" else 1)
+        self.later: list[list[Cell]] = []
+        self.patient = False
         self.waiting = [("cells", group) for group in _groups(cells)]
         if self.device == "cuda":
             truths = {cell.truth_name(): cell for cell in cells}
@@ -205,7 +221,9 @@ class _Run:
         self.events.put((process, {"event": "end"}))
 
     def loop(self) -> None:
-        while self.alive or self.waiting:
+        while self.alive or self.waiting or self.later:
+            if not self.alive and not self.waiting:
+                self.waiting, self.later, self.patient = [("cells", g) for g in self.later], [], True
             while self.waiting and len(self.alive) < self.width:
                 self.start(*self.waiting.pop(0))
             try:
@@ -249,21 +267,37 @@ class _Run:
 
     def enforce(self) -> None:
         allowed = {"start": self.limits.start, "compile": self.limits.compile, "measure": self.limits.measure}
+        ready = [p for p in self.alive if p.state == "wait"]
+        if not self.patient and ready and not any(p.state == "measure" for p in self.alive):
+            if all(time.monotonic() - p.since > self.limits.patience for p in ready):
+                self.postpone()
         for process in self.alive:
             limit = allowed.get(process.state)
             if limit is not None and process.killed is None and time.monotonic() - process.since > limit:
                 process.late = True
                 process.kill(f"stopped after {limit:.0f} s ({process.state})")
 
+    def postpone(self) -> None:
+        """Stop what still compiles, so that the others can be measured."""
+        for process in self.alive:
+            if process.state in ("start", "compile") and process.killed is None:
+                process.postponed = True
+                process.kill("postponed")
+                what = process.kind if process.cell is None else f"{process.cell.case} {process.cell.system}"
+                self.say(f"[{time.monotonic() - self.began:4.0f} s] postponed: {what}")
+
     def bury(self, process: _Process) -> None:
         """Record why a process died, and start another for the cells that it leaves."""
         status = process.handle.returncode
         if process.kind == "truth":
-            if status != 0:
+            if status != 0 and not process.postponed:
                 self.say(f"oracle process: {process.killed or process.last_words()}")
             return
         rest = [c for c in (self.unmeasured(c) for c in process.cells) if c is not None]
         if not rest:
+            return
+        if process.postponed:
+            self.later.append(rest)
             return
         why = process.killed or f"exit status {status}: {process.last_words()}"
         # Without a cell in hand the process cannot even start; else the first pass without a record is to blame.
@@ -317,7 +351,7 @@ def describe(record: dict) -> str:
 
 def run(
     cells: Sequence[Cell], path: str | Path, *, plan: Plan, limits: Limits, again: bool = False,
-    say: Callable[[str], None] = print,
+    say: Callable[[str], None] = print, jobs: int | None = None,
 ) -> Outcome:  # fmt: skip
     """Measure cells and keep their records in the file at `path`, which may hold others already.
 
@@ -328,6 +362,7 @@ def run(
         limits: seconds.
         again: measure cells of which the file has records.
         say: gets each line of progress.
+        jobs: processes at a time; default all on a GPU, one on the CPU.
     """
     path = Path(path)
     known = set() if again else {store.key(r) for r in store.load(path) if r.get("record") == "cell"}
@@ -341,7 +376,7 @@ def run(
     if not todo:
         return Outcome([], [])
     say(f"{len(todo)} cells, about {estimate(todo, plan):.0f} s")
-    state = _Run(todo, path, plan, limits, say)
+    state = _Run(todo, path, plan, limits, say, jobs)
     try:
         state.loop()
     finally:
