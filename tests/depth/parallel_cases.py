@@ -89,7 +89,7 @@ def sharded_inference(rank, ranks):
     with torch.no_grad():
         got = sharded(x, residual=SequenceSharded(state))
         torch.testing.assert_close(got, whole(x), **EXACT)
-    assert state.nbytes == len(whole.residual.schedule.starts) * rows * 16 * 8
+    assert state.bank.nbytes == len(whole.residual.schedule.starts) * rows * 16 * 8
 
 
 def run_pipeline(rank, ranks, virtual, schedule_class, whole, plan, microbatches=4, steps=1):

@@ -53,7 +53,7 @@ def test_decoder_prefill_chunks_and_decode_several_tokens(kind):
         whole = model(tokens)
         parts = [model(part, cache, residual=state) for part in tokens.split([5, 4, 1, 2, 1], 1)]
     torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=1e-12, atol=1e-12)
-    assert state.nbytes == state.bank.shape[0] * 10 * 16 * 8
+    assert state.bank.nbytes == state.bank.shape[0] * 10 * 16 * 8
     with pytest.raises(ValueError, match="expected at most 13"), torch.no_grad():
         model(tokens[:, :1], cache, residual=state)
 
@@ -101,10 +101,18 @@ def test_published_memory_figures():
 
 
 def test_the_plan_is_what_the_state_allocates():
-    for schedule in (Schedule.block(10, 4), Schedule.full_attention(10), Schedule.at(10, (0, 1, 7))):
+    for schedule in (
+        Schedule.block(10, 4),
+        Schedule.block(10, 2, max_queries=1),
+        Schedule.block(10, 10),
+        Schedule.full_attention(10),
+        Schedule.at(10, (0, 1, 7)),
+    ):
         module = AttnRes(16, schedule, dtype=torch.bfloat16)
         state = InferenceState(schedule, module.reads(), max_tokens=6)
-        assert plan_memory(6, 16, schedule).bank == state.nbytes
+        plan = plan_memory(6, 16, schedule)
+        assert plan.bank == state.bank.nbytes
+        assert schedule.full or plan.bank + plan.phase1 == state.nbytes
 
 
 def test_plans_print_and_refuse_bad_sizes():
@@ -112,7 +120,9 @@ def test_plans_print_and_refuse_bad_sizes():
     assert [line.split()[4] for line in table.splitlines()[1:]] == ["15.03", "1.88"]
     assert len({len(line) for line in table.splitlines()}) == 1
     limited = Schedule.block(186, 24, max_queries=4)
-    assert plan_memory(1000, 7168, limited).phase1 * 6 == plan_memory(1000, 7168, Schedule.kimi_k3()).phase1
+    scores = 186 * 8 * 4 * 1000
+    phase1 = [plan_memory(1000, 7168, schedule).phase1 - scores for schedule in (limited, Schedule.kimi_k3())]
+    assert 6 * phase1[0] == phase1[1] == 24 * 1000 * (7168 * 2 + 4)
     with pytest.raises(ValueError, match="exactly one"):
         plan_memory(10, 8)
     with pytest.raises(ValueError, match="shards: found 0"):

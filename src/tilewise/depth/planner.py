@@ -21,7 +21,7 @@ class MemoryPlan:
         resident: tokens that one device holds at a time, after chunking and sharding.
         sources: slots of the bank.
         bank: completed blocks, or outputs for Full.
-        phase1: normalised outputs and fp32 lse of the largest two-phase group.
+        phase1: normalised outputs and fp32 lse of the largest two-phase group, and for Block the table of fp32 scores.
         running: prefix, update and normalised input of the sublayer at work.
         shards, chunk: as asked for.
     """
@@ -101,7 +101,8 @@ def plan_memory(
     slots = schedule.sublayers if schedule.full else len(schedule.starts)
     starts = [start for start in schedule.starts if not schedule.visit(start).one_pass]
     queries = max((schedule.phase1_end(start) - start for start in starts), default=0)
-    statistics = queries * resident * (vector + 4)
+    scores = schedule.sublayers * slots if queries and not schedule.full else 0
+    statistics = resident * (queries * (vector + 4) + 4 * scores)
     return MemoryPlan(
         tokens, resident, slots, slots * resident * vector, statistics, 3 * resident * vector, shards, chunk
     )

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from tilewise.depth import stream as functional
-from tilewise.depth.functional import mix_norm, phase1
+from tilewise.depth.ops import backend, check_call
+from tilewise.depth.reference import fold_queries
 from tilewise.depth.schedule import Schedule
-from tilewise.depth.stream import Reads, State
+from tilewise.depth.stream import Reads
 
 __all__ = ["InferenceState", "InferenceStream"]
 
@@ -20,11 +21,12 @@ class InferenceState:
 
     Residual streams of different tokens never meet, so nothing is kept from step to step: prefill runs in chunks of any
     size, decode with one or several tokens a sequence, all through the same bank. Addresses are fixed, so a step can be
-    captured in a CUDA graph.
+    captured in a CUDA graph. A source's scores against all later queries are taken when it is completed, while it is
+    in registers anyway, so that phase 1 reads the sources once.
 
     Args:
         schedule: the plan.
-        reads: :meth:`tilewise.nn.AttnRes.reads` of the trained module.
+        reads: :meth:`tilewise.nn.AttnRes.reads` of the trained module; its queries are folded here, once.
         max_tokens: tokens of the largest step (batch included).
         device, dtype: of the stream; None means those of the queries.
         overlap_tokens: in steps of at most this many tokens, a two-phase block's first sublayer is read in one pass and
@@ -66,15 +68,28 @@ class InferenceState:
         self.max_tokens, self.overlap_tokens = max_tokens, overlap_tokens
         device = reads.query.device if device is None else torch.device(device)
         dtype = reads.query.dtype if dtype is None else dtype
-        slots = schedule.sublayers if schedule.full else len(schedule.starts)
-        self.bank = torch.zeros(slots, max_tokens, reads.query.shape[-1], device=device, dtype=dtype)
+        slots, d = schedule.sublayers if schedule.full else len(schedule.starts), reads.query.shape[-1]
+        self.bank = torch.zeros(slots, max_tokens, d, device=device, dtype=dtype)
+        check_call(reads.impl, self.bank)
+        self.run = backend("eager" if reads.impl == "reference" else reads.impl, self.bank)
+        statistics = torch.float64 if dtype == torch.float64 else torch.float32
+        folded = fold_queries(self.reads.query, self.reads.key_weight).to(device, statistics).contiguous()
+        self.q = folded.unbind(0)
+        # The same tensors every step: the kernels remember what they derive from a query.
+        self.later = {start: folded[start : schedule.sublayers] for start in range(schedule.sublayers)}
+        two_phase = [] if schedule.full else [l for l in range(schedule.sublayers) if not schedule.visit(l).one_pass]
+        rows = max((schedule.phase1_end(l) - l for l in two_phase), default=0)
+        self.o1 = torch.zeros(rows * max_tokens * d, device=device, dtype=dtype)
+        self.lse = torch.zeros(rows * max_tokens, device=device, dtype=statistics)
+        shape = (schedule.sublayers if rows else 0, slots, max_tokens)
+        self.scores = torch.zeros(shape, device=device, dtype=statistics)
         self.side = torch.cuda.Stream(device) if device.type == "cuda" and overlap_tokens else None
         self.steps = 0
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the bank on this device."""
-        return self.bank.nbytes
+        """Bytes of all that is allocated on this device: the bank, and phase 1's scores, outputs and lse."""
+        return sum(x.nbytes for x in (self.bank, self.scores, self.o1, self.lse))
 
     def chunks(self, tokens: int) -> Iterator[slice]:
         """Slices of at most `max_tokens` tokens that cover a prompt: chunked prefill."""
@@ -98,15 +113,17 @@ class InferenceState:
         return self.bank[number, :tokens].view(shape)
 
     @torch.no_grad()
-    def __call__(self, embedding: Tensor) -> InferenceStream:
+    def __call__(self, embedding: Tensor, *, norms: Sequence[Tensor] | None = None) -> InferenceStream:
         """Begin a step. Every earlier step's stream becomes invalid: its sources are overwritten.
 
         Args:
             embedding: `[..., d]`, in the bank's dtype.
+            norms: of no use here; the reads are given their norms one by one.
 
         Raises:
             ValueError: more tokens than the bank holds, or another dtype or device.
         """
+        del norms
         if embedding.dtype != self.bank.dtype or embedding.device != self.bank.device:
             raise ValueError(
                 f"embedding: found {embedding.dtype} on {embedding.device}, expected {self.bank.dtype} on "
@@ -123,22 +140,19 @@ class InferenceState:
             slot.copy_(value)
         return slot
 
-    def complete(self, number: int, prefix: Tensor | None, update: Tensor | None) -> Tensor:
-        """prefix + update, written into slot `number`."""
-        if prefix is None or update is None:
-            return self.store(number, prefix if update is None else update)
-        return torch.add(prefix, update, out=self.slot(number, update.shape))
-
 
 class InferenceStream:
     """One step of inference with the face of :class:`tilewise.nn.Stream`; made by calling :class:`InferenceState`."""
 
     def __init__(self, owner: InferenceState, embedding: Tensor, step: int) -> None:
         self._owner, self._step = owner, step
-        self._state = functional.begin(embedding)
+        self._shape, self._tokens = embedding.shape, embedding.shape[:-1].numel()
+        self._prefix: Tensor | None = None
+        self._update: Tensor | None = None
+        self._scored = 0
+        self._rows = range(0)
         self._pending: torch.cuda.Event | None = None
-        tokens = embedding.shape[:-1].numel()
-        self._overlap = tokens <= owner.overlap_tokens and not owner.schedule.full
+        self._full = functional.begin(embedding)
         self.position = 0
 
     @torch.no_grad()
@@ -146,65 +160,155 @@ class InferenceStream:
         """Input of sublayer l; with `norm_weight` after its RMSNorm.
 
         Raises:
-            ValueError: l is not the next sublayer, or a later step has begun.
+            ValueError: l is not the next sublayer, a later step has begun, or the weight is not `[d]`.
         """
-        owner, state = self._owner, self._state
-        self._check(f"read({sublayer})", sublayer == self.position and (sublayer == 0 or state.update is not None))
+        self._check(f"read({sublayer})", sublayer == self.position and (sublayer == 0 or self._update is not None))
+        self._check_weight(norm_weight)
         self.position += 1
-        visit = owner.schedule.visit(sublayer)
-        if self._overlap and visit.first and not visit.one_pass and visit.end > sublayer + 1:
-            return self._fork(sublayer, owner.schedule.phase1_end(sublayer + 1), norm_weight)
-        if self._pending is not None:
-            torch.cuda.current_stream().wait_event(self._pending)
-            self._pending = None
-        y, self._state = functional.read(
-            state, owner.schedule, owner.reads, sublayer, norm_weight, complete=owner.complete
-        )
-        return y
+        if self._owner.schedule.full:
+            return self._read_full(sublayer, norm_weight)
+        visit = self._owner.schedule.visit(sublayer)
+        if sublayer == 0:
+            y = self._first(self._slot(0), norm_weight)
+        elif visit.one_pass:
+            y = self._one_pass(sublayer, visit.first, visit.sources, norm_weight)
+        else:
+            y = self._two_phase(sublayer, visit.first, visit.sources, norm_weight)
+        self._update = None
+        return y.view(self._shape)
 
     @torch.no_grad()
     def write(self, sublayer: int, update: Tensor) -> None:
-        """Output of sublayer l, without any residual added.
+        """Output of sublayer l, without any residual added. Kept until the block's next sublayer is read.
 
         Raises:
             ValueError: l is not the sublayer read last, a later step has begun, or the shape differs.
         """
-        self._check(f"write({sublayer})", sublayer == self.position - 1 and self._state.update is None)
-        self._state = functional.write(self._state, update)
+        self._check(f"write({sublayer})", sublayer == self.position - 1 and self._update is None)
+        if update.shape != self._shape:
+            raise ValueError(f"update: found shape {tuple(update.shape)}, expected {tuple(self._shape)}")
+        self._update = update.to(self._owner.bank.dtype).reshape(self._tokens, -1)
 
     @torch.no_grad()
     def output(self, norm_weight: Tensor | None = None) -> Tensor:
         """The output head's read over the embedding and all blocks.
 
         Raises:
-            ValueError: sublayers remain, or a later step has begun.
+            ValueError: sublayers remain, a later step has begun, or the weight is not `[d]`.
         """
-        complete = self.position == self._owner.schedule.sublayers and self._state.update is not None
-        self._check("output()", complete)
-        return functional.output(self._state, self._owner.reads, norm_weight)
+        self._check("output()", self.position == self._owner.schedule.sublayers and self._update is not None)
+        self._check_weight(norm_weight)
+        slots = self._slots(self._owner.bank.shape[0])
+        return self._mix(slots, self._update, self._prefix, len(self._owner.q) - 1, norm_weight)[1].view(self._shape)
+
+    def _slot(self, number: int) -> Tensor:
+        return self._owner.bank[number, : self._tokens]
+
+    def _slots(self, count: int) -> list[Tensor]:
+        return [self._slot(number) for number in range(count)]
+
+    def _first(self, o1: Tensor, weight: Tensor | None) -> Tensor:
+        eps = self._owner.reads.output_eps
+        return self._owner.run.phase2_fwd(None, None, o1, None, None, weight, eps, eps)[1]
+
+    def _mix(self, sources: list[Tensor], update: Tensor | None, prefix: Tensor | None, row: int, weight):
+        owner = self._owner
+        return owner.run.mix_fwd(sources, update, prefix, owner.q[row], weight, owner.reads.eps, owner.reads.output_eps)
+
+    def _complete(self, number: int) -> None:
+        """The finished block becomes source `number`."""
+        if self._prefix is None:
+            self._slot(number).copy_(self._update)
+        else:
+            torch.add(self._prefix, self._update, out=self._slot(number))
+        self._prefix = None
+
+    def _one_pass(self, l: int, first: bool, sources: int, weight: Tensor | None) -> Tensor:
+        if first:
+            self._complete(sources - 1)
+            return self._mix(self._slots(sources), None, None, l, weight)[1]
+        self._prefix, y = self._mix(self._slots(sources), self._update, self._prefix, l, weight)
+        return y
+
+    def _two_phase(self, l: int, first: bool, n: int, weight: Tensor | None) -> Tensor:
+        owner, reads = self._owner, self._owner.reads
+        if first:
+            self._score(n - 1, l)
+            if self._prefix is None:
+                self._complete(n - 1)
+            else:
+                out = owner.scores[l:, n - 1, : self._tokens]
+                block = self._slot(n - 1)
+                owner.run.complete(self._update, self._prefix, owner.later[l], reads.eps, block=block, out=out)
+                self._prefix, self._scored = None, n
+        if l not in self._rows:
+            self._score(n, l)
+            self._rows = range(l, owner.schedule.phase1_end(l))
+            if first and len(self._rows) > 1 and self._tokens <= owner.overlap_tokens:
+                self._combine(self._rows[1:], n, owner.side)
+                return self._mix(self._slots(n), None, None, l, weight)[1]
+            self._combine(self._rows, n, None)
+        elif self._pending is not None:
+            torch.cuda.current_stream().wait_event(self._pending)
+            self._pending = None
+        o1, lse = self._buffers(range(l, l + 1))
+        if first:
+            return self._first(o1[0], weight)
+        self._prefix, y = owner.run.phase2_fwd(
+            self._update, self._prefix, o1[0], lse[0], owner.q[l], weight, reads.eps, reads.output_eps
+        )
+        return y
+
+    def _score(self, count: int, l: int) -> None:
+        """The scores of sources below `count` against sublayers from l on, as far as they are not known yet."""
+        if self._scored < count:
+            owner, new = self._owner, slice(self._scored, count)
+            sources = [self._slot(number) for number in range(self._scored, count)]
+            owner.run.scores(sources, owner.later[l], owner.reads.eps, out=owner.scores[l:, new, : self._tokens])
+            self._scored = count
+
+    def _buffers(self, rows: range) -> tuple[Tensor, Tensor]:
+        """o1 `[rows, T, d]` and lse `[rows, T]` of sublayers `rows`, which lie within the present phase 1."""
+        owner, T = self._owner, self._tokens
+        d, start = owner.bank.shape[-1], rows.start - self._rows.start
+        o1 = owner.o1[start * T * d : (start + len(rows)) * T * d].view(len(rows), T, d)
+        return o1, owner.lse[start * T : (start + len(rows)) * T].view(len(rows), T)
+
+    def _combine(self, rows: range, n: int, side: torch.cuda.Stream | None) -> None:
+        owner, (o1, lse) = self._owner, self._buffers(rows)
+        scores = owner.scores[rows.start : rows.stop, :n, : self._tokens]
+        if side is None:
+            owner.run.combine(self._slots(n), scores, out=o1, lse=lse)
+            return
+        # Waiting for the main stream also keeps o1's last readers, of the block before, ahead of the new writes.
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            owner.run.combine(self._slots(n), scores, out=o1, lse=lse)
+        self._pending = side.record_event()
+
+    def _read_full(self, l: int, weight: Tensor | None) -> Tensor:
+        owner = self._owner
+        if l:
+            self._full = functional.write(self._full, self._update.view(self._shape))
+
+        def keep(number: int, prefix: Tensor | None, update: Tensor | None) -> Tensor:
+            return owner.store(number, functional.total(number, prefix, update))
+
+        y, self._full = functional.read(self._full, owner.schedule, owner.reads, l, weight, complete=keep)
+        self._update = None
+        return y
 
     def _check(self, call: str, legal: bool) -> None:
         if self._step != self._owner.steps:
             raise ValueError(f"stream: found {call} on step {self._step}, expected the newest, {self._owner.steps}")
         if not legal:
-            done = self.position - (self._state.update is None and self.position > 0)
+            done = self.position - (self._update is None and self.position > 0)
             raise ValueError(f"sublayer: found {call} after {done} written and {self.position} read sublayers")
 
-    def _fork(self, sublayer: int, end: int, norm_weight: Tensor | None) -> Tensor:
-        owner, state, reads = self._owner, self._state, self._owner.reads
-        sources = state.sources
-        if sublayer:
-            sources = (*sources, owner.complete(len(sources), state.prefix, state.update))
-        rest = reads.rows(sublayer + 1, end)
-        if owner.side is None:
-            o1, lse = phase1(sources, *rest, eps=reads.eps, impl=reads.impl)
-        else:
-            # o1 is allocated and freed on the side stream; it is reused only after this wait, so after its last reader.
-            owner.side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(owner.side):
-                o1, lse = phase1(sources, *rest, eps=reads.eps, impl=reads.impl)
-            self._pending = owner.side.record_event()
-        q, g = reads.row(sublayer)
-        y = mix_norm(sources, q, g, norm_weight, eps=reads.eps, output_eps=reads.output_eps, impl=reads.impl)
-        self._state = State(sources, o1=o1.unbind(0), lse=lse.unbind(0))
-        return y
+    def _check_weight(self, weight: Tensor | None) -> None:
+        d = self._shape[-1]
+        if weight is not None and (weight.shape != (d,) or weight.device != self._owner.bank.device):
+            raise ValueError(
+                f"norm_weight: found {tuple(weight.shape)} on {weight.device}, expected [{d}] on "
+                f"{self._owner.bank.device}"
+            )
