@@ -28,9 +28,10 @@ class Case:
         """The model with the same random weights every time; larger than at initialisation, so that every part of the
         scores matters."""
         torch.manual_seed(1)
-        model = self.model(self.config()).eval()
+        config = self.config()
         if attention is not None:
-            model.set_attn_implementation(attention)
+            config._attn_implementation = attention
+        model = self.model(config).eval()
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 if "norm" not in name:
