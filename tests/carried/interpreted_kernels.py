@@ -13,28 +13,41 @@ ALL = ("recompute", "stored", "mixed")
 F32, F16 = torch.float32, torch.float16
 # name: options, plans, inputs' dtype and sizes, mask
 CASES = {
-    "causal": ({}, ALL, {"dtype": F16, "T": 70}, None),
-    "window": ({"windows": 40}, ("mixed",), {"dtype": F16, "T": 100}, None),
-    "full": ({"causal": False, "layers": 2}, ALL, {"dtype": F32, "T": 40}, None),
-    "windows differ": ({"windows": (9, 40, 5, None)}, ALL, {"dtype": F32, "T": 50}, None),
-    "documents": ({}, ALL, {"dtype": F32, "T": 70}, Mask.packed([0, 1, 2, 34, 70])),
-    "rows without keys": ({}, ALL, {"dtype": F32, "T": 70, "B": 2}, Mask.lengths([70, 0])),
-    "mean, softcap": ({"scaling": "mean", "softcap": 2.0}, ALL, {"dtype": F32, "T": 40}, None),
-    "gain": ({"scaling": "gain"}, ALL, {"dtype": F32, "T": 40}, None),
-    "sink": ({"sink": True, "layers": 2}, ALL, {"dtype": F32, "T": 40, "B": 2}, Mask.lengths([40, 0])),
-    "dropout": ({"dropout_p": 0.3, "layers": 2}, ALL, {"dtype": F32, "T": 40}, None),
-    "detached": ({"detach": True}, ALL, {"dtype": F32, "T": 40}, None),
-    "chunk": ({"windows": 40}, ("mixed",), {"dtype": F32, "T": 21, "Tk": 90}, None),
-    "odd widths": ({"layers": 2}, ("stored",), {"dtype": F16, "T": 40, "d": 24, "dv": 40}, None),
-    "fp16 carry of fp32": ({"carry_dtype": F16, "grad_dtype": F16}, ("mixed",), {"dtype": F32, "T": 40}, None),
+    "causal": ({"layers": 3}, ALL, {"dtype": F16, "T": 40}, None),
+    "window": ({"windows": 20}, ("mixed",), {"dtype": F16, "T": 52}, None),
+    "full": ({"causal": False, "layers": 2}, ("stored",), {"dtype": F32, "T": 20}, None),
+    "windows differ": ({"windows": (9, 20, 5)}, ("stored", "mixed"), {"dtype": F16, "T": 36}, None),
+    "documents": ({}, ("mixed",), {"dtype": F16, "T": 36}, Mask.packed([0, 1, 2, 18, 36])),
+    "rows without keys": (
+        {"layers": 2},
+        ("stored", "recompute"),
+        {"dtype": F16, "T": 20, "B": 2},
+        Mask.lengths([20, 0]),
+    ),
+    "mean, softcap": ({"scaling": "mean", "softcap": 2.0, "layers": 3}, ("mixed",), {"dtype": F16, "T": 20}, None),
+    "gain": ({"scaling": "gain", "layers": 3}, ("stored", "mixed"), {"dtype": F32, "T": 20}, None),
+    "gain, recomputed": ({"scaling": "gain", "layers": 2}, ("recompute",), {"dtype": F32, "T": 20}, None),
+    "sink": ({"sink": True, "layers": 2}, ("stored",), {"dtype": F32, "T": 20, "B": 2}, Mask.lengths([20, 0])),
+    "dropout": ({"dropout_p": 0.3, "layers": 2}, ("stored",), {"dtype": F32, "T": 20}, None),
+    "detached": ({"detach": True, "layers": 3}, ("stored", "mixed"), {"dtype": F16, "T": 20}, None),
+    "chunk": ({"windows": 20, "layers": 3}, ("mixed",), {"dtype": F16, "T": 11, "Tk": 50}, None),
+    "odd widths": ({"layers": 2}, ("stored",), {"dtype": F16, "T": 20, "d": 24, "dv": 40}, None),
+    "strided": ({"layers": 2}, ("stored",), {"dtype": F16, "T": 20, "strided": True}, None),
+    "fp16 carry of fp32": ({"carry_dtype": F16, "grad_dtype": F16}, ("mixed",), {"dtype": F32, "T": 20}, None),
 }
 
 
 def check(name):
     options, plans, sizes, mask = CASES[name]
-    config = CarriedConfig(impl="triton", **{"tile": 32} | options)
+    sizes = dict(sizes)
+    strided = sizes.pop("strided", False)
+    config = CarriedConfig(**{"impl": "triton", "tile": 16, "layers": 3} | options)
     torch.manual_seed(0)
     q, k, v = inputs(layers=config.layers, **{"H": 2, "Hk": 1, "d": 16} | sizes)
+    if strided:  # as a projection leaves them: [B, T, H, d] in memory
+        q, k, v = (
+            [x.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for x in g] for g in (q, k, v)
+        )
     heads = lambda: [torch.rand(2).add(0.3).requires_grad_() for _ in q]  # noqa: E731
     gain, sink = heads() if config.scaling == "gain" else None, heads() if config.sink else None
     seed = [torch.tensor([7 + i]) for i in range(len(q))] if config.dropout_p else None

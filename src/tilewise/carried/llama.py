@@ -12,7 +12,7 @@ from ..mask import Mask
 from .config import CarriedConfig
 from .inference import carried_decode
 from .layout import TileLayout
-from .nn import CarriedAttention, CarriedBlock, rotary
+from .nn import CarriedAttention, CarriedBlock
 from .shared_keys import SharedKeyCarry, fold_queries, shared_key_attention
 from .state import Carry, carried_attention
 
@@ -58,7 +58,7 @@ class DecoderLayer(nn.Module):
         self.norm = nn.RMSNorm(options.width)
         self.attention = CarriedAttention(
             options.width, options.heads, options.kv_heads, config=options.carried, layer=layer, gated=options.gated,
-            qk_norm=options.qk_norm, shared_keys=options.keys == "shared",
+            qk_norm=options.qk_norm, rotary_base=options.rotary_base, shared_keys=options.keys == "shared",
         )  # fmt: skip
         self.mlp_norm = nn.RMSNorm(options.width)
         self.up = nn.Linear(options.width, 2 * options.hidden, bias=False)
@@ -68,9 +68,9 @@ class DecoderLayer(nn.Module):
         a, b = self.up(self.mlp_norm(x)).chunk(2, -1)
         return x + self.down(F.silu(a) * b)
 
-    def forward(self, x, carry, *, cos, sin, memory=None, shared=None):
+    def forward(self, x, carry, *, positions, memory=None, shared=None):
         memory = None if memory is None else self.norm(memory)
-        y, carry, kv = self.attention(self.norm(x), carry, cos, sin, memory=memory, shared=shared)
+        y, carry, kv = self.attention(self.norm(x), carry, positions, memory=memory, shared=shared)
         return self.feed_forward(x + y), carry, kv
 
 
@@ -92,7 +92,7 @@ class LlamaBlock(CarriedBlock):
             shared = kv if self.keys == "shared" else None
         return x
 
-    def step(self, x: Tensor, cache: KeyValueCache, first: int, cos: Tensor, sin: Tensor) -> Tensor:
+    def step(self, x: Tensor, cache: KeyValueCache, first: int, positions: Tensor) -> Tensor:
         """New tokens x against the cache, whose entries for this block start at `first`."""
         shared, few = self.keys == "shared", x.shape[1] <= KeyValueCache.FEW
         carry = SharedKeyCarry(self.config) if shared else Carry(self.config)
@@ -100,7 +100,7 @@ class LlamaBlock(CarriedBlock):
         memory = x if self.keys == "hidden" else None
         for i, layer in enumerate(self.layers):
             h, attention = layer.norm(x), layer.attention
-            q, k, v = attention.project(h, cos, sin, None if memory is None else layer.norm(memory))
+            q, k, v = attention.project(h, positions, None if memory is None else layer.norm(memory))
             k, v = cache.append(first + i, k, v) if k is not None else cache.entry(first)
             gain, sink = attention.gain, attention.sink
             if few and shared:
@@ -203,14 +203,13 @@ class CarriedLlama(nn.Module):
         past = 0 if cache is None else cache.length
         if positions is None:
             positions = torch.arange(past, past + tokens.shape[1], device=tokens.device)
-        cos, sin = rotary(positions, self.options.width // self.options.heads, self.options.rotary_base)
         x, first = self.embedding(tokens), 0
         for block in self.blocks:
             if cache is None:
                 whole = len(block.layers) == self.options.carried.layers
-                x = block(x, mask=mask, layout=layout if whole else None, cos=cos, sin=sin)
+                x = block(x, mask=mask, layout=layout if whole else None, positions=positions)
             else:
-                x = block.step(x, cache, first, cos, sin)
+                x = block.step(x, cache, first, positions)
             first += len(block.layers)
         if cache is not None:
             cache.advance()

@@ -44,12 +44,14 @@ class CarriedAttention(nn.Module):
         gated: multiply O with sigmoid(W_g x) before the output projection, element by element (gated attention, Qiu et
             al. 2025, arXiv 2505.06708).
         qk_norm: RMS norm of every head's queries and keys.
+        rotary_base: base of the rotary frequencies, or None for no position encoding here.
         shared_keys: take keys and values from the block's first layer, so that the carry folds into the queries.
 
     Inputs of forward:
-        x: [B, T, width]. carry: :class:`Carry` (:class:`SharedKeyCarry` with `shared_keys`). cos, sin: of
-        :func:`rotary`, or None. memory: the hidden state that keys and values are projected from; default x.
-        shared: (K, V) of the block's first layer, with `shared_keys` and layer > 0.
+        x: [B, T, width]. carry: :class:`Carry` (:class:`SharedKeyCarry` with `shared_keys`). positions: integers [T] or
+        [B, T], default 0 …; angles are made inside: frameworks cast floating arguments to 16 bits. memory: the
+        hidden state that keys and values are projected from; default x. shared: (K, V) of the block's first layer, with
+        `shared_keys` and layer > 0.
 
     Returns:
         The layer's output [B, T, width], the next carry, and this layer's (K, V).
@@ -58,14 +60,14 @@ class CarriedAttention(nn.Module):
     def __init__(
         self, width: int, heads: int, kv_heads: int | None = None, head_width: int | None = None, *,
         config: CarriedConfig | None = None, layer: int = 0, gated: bool = False, qk_norm: bool = False,
-        shared_keys: bool = False,
+        rotary_base: float | None = 10000.0, shared_keys: bool = False,
     ) -> None:  # fmt: skip
         super().__init__()
         kv_heads, head_width = kv_heads or heads, head_width or width // heads
         if heads % kv_heads:
             raise ValueError(f"kv_heads is {kv_heads}; expected a divisor of heads = {heads}")
         self.heads, self.kv_heads, self.head_width = heads, kv_heads, head_width
-        self.config, self.shared_keys = config or CarriedConfig(), shared_keys
+        self.config, self.shared_keys, self.rotary_base = config or CarriedConfig(), shared_keys, rotary_base
         self.query = nn.Linear(width, heads * head_width, bias=False)
         owner = not shared_keys or layer == 0
         self.key = nn.Linear(width, kv_heads * head_width, bias=False) if owner else None
@@ -77,23 +79,26 @@ class CarriedAttention(nn.Module):
         self.gain = nn.Parameter(torch.ones(heads)) if self.config.scaling == "gain" and layer > 0 else None
         self.sink = nn.Parameter(torch.zeros(heads)) if self.config.sink else None
 
-    def project(
-        self, x: Tensor, cos: Tensor | None, sin: Tensor | None, memory: Tensor | None = None
-    ) -> tuple[Tensor, ...]:
+    def project(self, x: Tensor, positions: Tensor | None = None, memory: Tensor | None = None) -> tuple[Tensor, ...]:
         """Q, K, V as attention takes them; K and V are None where the layer has none of its own."""
-        q = self._split(self.query, x, self.heads, self.query_norm, cos, sin)
+        angles = None
+        if self.rotary_base is not None:
+            positions = torch.arange(x.shape[1], device=x.device) if positions is None else positions
+            angles = rotary(positions, self.head_width, self.rotary_base)
+        q = self._split(self.query, x, self.heads, self.query_norm, angles)
         if self.key is None:
             return q, None, None
         source = x if memory is None else memory
-        k = self._split(self.key, source, self.kv_heads, self.key_norm, cos, sin)
+        k = self._split(self.key, source, self.kv_heads, self.key_norm, angles)
         return q, k, self._split(self.value, source, self.kv_heads)
 
     def _split(
-        self, linear: nn.Linear, x: Tensor, heads: int, norm: nn.Module | None = None, cos=None, sin=None
-    ) -> Tensor:
+        self, linear: nn.Linear, x: Tensor, heads: int, norm: nn.Module | None = None,
+        angles: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor:  # fmt: skip
         y = linear(x).view(*x.shape[:2], heads, self.head_width).transpose(1, 2)
         y = y if norm is None else norm(y)
-        return y if cos is None else rotate(y, cos, sin)
+        return y if angles is None else rotate(y, *angles)
 
     def merge(self, O: Tensor, x: Tensor) -> Tensor:
         """The layer's output from O [B, H, T, d]."""
@@ -101,10 +106,10 @@ class CarriedAttention(nn.Module):
         return self.out(y if self.gate is None else y * torch.sigmoid(self.gate(x)))
 
     def forward(
-        self, x: Tensor, carry: Carry | SharedKeyCarry, cos: Tensor | None = None, sin: Tensor | None = None, *,
+        self, x: Tensor, carry: Carry | SharedKeyCarry, positions: Tensor | None = None, *,
         memory: Tensor | None = None, shared: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Carry | SharedKeyCarry, tuple[Tensor, Tensor]]:  # fmt: skip
-        q, k, v = self.project(x, cos, sin, memory)
+        q, k, v = self.project(x, positions, memory)
         if self.shared_keys:
             if k is None:
                 if shared is None:

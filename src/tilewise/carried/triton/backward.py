@@ -20,8 +20,6 @@ from .tiles import (
     visible,
 )  # fmt: skip
 
-LOG2E = tl.constexpr(1.4426950408889634)
-
 
 @triton.jit
 def score_gradient(u, v, do, lse, delta, seen, seed, bh, i0, j0, scale, bend, factor, drop, inverse, BM: tl.constexpr,
@@ -95,7 +93,7 @@ def _queries(dk, dv, dg, q, kt, sq, v, do, sdo, lse, delta, z, e, gains, shifts,
         seen = visible(lo, hi, j)
         g = load_rows(do, sdo, b, h, i0, Tq, DV, BM, BV, TMA)
         at = tl.cast(bh, tl.int64) * Tq + i
-        row = tl.load(lse + at, mask=i < Tq, other=float("inf")) * LOG2E
+        row = tl.load(lse + at, mask=i < Tq, other=float("inf"))
         p, ds = score_gradient(u, v, g, row, tl.load(delta + at, mask=i < Tq, other=0.0), seen, seed, bh, i0, j0, scale,
                                bend, factor, drop, inverse, BM, BN, SOFTCAP, DROPOUT, MASKED)  # fmt: skip
         if VALUES:
@@ -217,7 +215,7 @@ def queries_again(q0, q1, q2, q3, k0, k1, k2, k3, v, do, lse, delta, z, dq, gain
     base = base_of(rows, tm, back, CLOSED)
     lo, hi = bounds_of(bounds, COUNT - 1 if not UNIFORM else 0, b, i, B, Tq, BATCHED)
     at = tl.cast(bh, tl.int64) * Tq + i
-    row = tl.load(lse + at, mask=i < Tq, other=float("inf")) * LOG2E
+    row = tl.load(lse + at, mask=i < Tq, other=float("inf"))
     d_row = tl.load(delta + at, mask=i < Tq, other=0.0)
     before = tl.load(rows + 3 * M + tm)
     before_end = tl.load(rows + 4 * M + tm)

@@ -18,7 +18,6 @@ from .tiles import (
 )  # fmt: skip
 
 LOG2E = tl.constexpr(1.4426950408889634)
-LN2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
@@ -80,7 +79,7 @@ def attend(q0, q1, q2, q3, k0, k1, k2, k3, v, o, lse, z_in, z_out, gains, shifts
            CENTRE: tl.constexpr, ROUND: tl.constexpr, UNIFORM: tl.constexpr, BATCHED: tl.constexpr,
            CLOSED: tl.constexpr, SOFTCAP: tl.constexpr, SINK: tl.constexpr, DROPOUT: tl.constexpr, TMA: tl.constexpr,
            STAGES: tl.constexpr):  # fmt: skip
-    """O and lse of BM queries: program (block from the last, batch · heads)."""
+    """O and lse, in log2 units, of BM queries: program (block from the last, batch · heads)."""
     # The last rows of a causal matrix have the most keys: they start first.
     i0 = (tl.num_programs(0) - 1 - tl.program_id(0)) * BM
     bh = tl.program_id(1)
@@ -130,5 +129,5 @@ def attend(q0, q1, q2, q3, k0, k1, k2, k3, v, o, lse, z_in, z_out, gains, shifts
     if DROPOUT:
         scaled = scaled * inverse
     store_rows(o, so, b, h, i0, Tq, tl.where(empty[:, None], 0.0, scaled), DV, BM, BV)
-    value = tl.where(empty, float("inf"), (m + tl.math.log2(l)) * LN2)
+    value = tl.where(empty, float("inf"), m + tl.math.log2(l))
     tl.store(lse + tl.cast(bh, tl.int64) * Tq + i, value, mask=i < Tq)

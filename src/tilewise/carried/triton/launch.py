@@ -15,7 +15,7 @@ from ..blocked import Options
 from ..config import CarriedConfig
 from .backward import keys_gradient, queries_again, queries_from_e
 from .forward import attend
-from .settings import backward_tiles, forward_tiles, product_tiles
+from .settings import again_tiles, backward_tiles, forward_tiles, product_tiles
 from .tiles import row_delta, row_shift
 
 __all__ = ["backward", "forward", "refusal"]
@@ -108,7 +108,7 @@ def forward(
     hi: list[Tensor], rows: Tensor, z_in: Tensor | None, z_out: Tensor | None, accumulate: bool, sink: Tensor | None,
     seed: Tensor | None, opt: Options,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """See :func:`tilewise.carried.blocked.forward`."""
+    """See :func:`tilewise.carried.blocked.forward`; lse is in log2 units, so that nothing is rounded twice."""
     x = _Layer(q, k, v, gain, centre, lo, hi, rows, sink, seed, opt)
     entering = z_out if accumulate else z_in
     shape = forward_tiles(x.common["BD"], x.bytes, opt.tile, len(q), (entering is not None) + (z_out is not None))
@@ -158,7 +158,6 @@ def backward(
     source = {"OWN": z_is_own, "ENTERS": z is not None and not z_is_own, "CLOSED": closed, "TMA": x.tma}
     packed = (z is not None) + read_e + stored
     shape = backward_tiles(x.common["BD"], x.bytes, opt.tile, 1 if z_is_own else len(q), packed)
-    small = product_tiles(x.common["BD"], x.bytes, opt.tile)
     blocks = columns.shape[1] * opt.tile // shape.keys
     for t in range(first, last + 1):
         # The first summed layer takes a carry only if one was stored.
@@ -176,6 +175,7 @@ def backward(
         if learned:
             dgain[t - first] = opt.scale * dg.sum((0, 2))
         if not stored:
+            small = again_tiles(x.common["BD"], x.bytes, opt.tile, len(q), packed)
             launch(
                 queries_again, (triton.cdiv(x.Tq, small.queries), x.B * x.H), *x.four(x.q, small.queries),
                 *x.four(x.k, small.keys), x.v(small.keys, width, x.tma), do(small.queries, width, x.tma), lse, delta,
@@ -184,6 +184,7 @@ def backward(
                 BM=small.queries, BN=small.keys, TARGET=t, STAGES=small.stages, num_warps=small.warps,
             )  # fmt: skip
     if stored:
+        small = product_tiles(x.common["BD"], x.bytes, opt.tile)
         launch(
             queries_from_e, (triton.cdiv(x.Tq, small.queries), x.B * x.H), x.packed(e, small.queries, small.keys),
             x.k[-1](small.keys, x.common["BD"], x.tma), dq[0], rows, x.k[-1].strides, dq.stride()[1:4], x.H, G, x.Tq,
@@ -194,7 +195,7 @@ def backward(
             e.mul_(gain[-1].to(e.dtype).view(1, -1, 1, 1, 1))
     dsink = delta.new_zeros(0)
     if sink is not None:
-        share = (sink.float()[:, None] - lse).exp().masked_fill(torch.isinf(lse), 0.0)
+        share = (sink.float()[:, None] * LOG2E - lse).exp2().masked_fill(torch.isinf(lse), 0.0)
         dsink = -(share * delta).sum((0, 2))
     return dq, _joined(dk, x.Hk, v.dtype), _joined(dv[None], x.Hk, v.dtype)[0], dgain, dsink
 

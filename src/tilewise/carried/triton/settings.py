@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-__all__ = ["Shape", "backward_tiles", "forward_tiles", "product_tiles"]
+__all__ = ["Shape", "again_tiles", "backward_tiles", "forward_tiles", "product_tiles"]
 
 SHARED = 232448
 """Bytes of shared memory a program may use on sm_90."""
@@ -42,6 +42,18 @@ def backward_tiles(width: int, bytes_: int, tile: int, count: int, packed: int) 
         return (count + 1) * s.keys * width + s.stages * passing + 2 * s.queries * s.keys
 
     return _fit(shape, tile, elements)
+
+
+def again_tiles(width: int, bytes_: int, tile: int, count: int, packed: int) -> Shape:
+    """Tiles of dQ where the gradient of the scores is formed again."""
+    if bytes_ == 4:
+        return _within(Shape(32, 32, 4, 1), tile)
+
+    def elements(s: Shape) -> int:
+        passing = s.keys * ((count + 1) * width + packed * s.queries)
+        return (count + 1) * s.queries * width + s.stages * passing + s.queries * s.keys
+
+    return _fit(Shape(64, 64, 4, 2), tile, elements)
 
 
 def product_tiles(width: int, bytes_: int, tile: int) -> Shape:
