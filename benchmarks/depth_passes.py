@@ -1,9 +1,9 @@
 """Whole passes of the residual machinery over a stack of sublayers with a trivial update, for `depth_kernels.py`."""
 
 import torch
+import triton
 import triton.language as tl
 
-import triton
 from tilewise.depth import BlockReads, SharedSource, mix_norm_shared
 from tilewise.depth.triton import launch
 
@@ -89,10 +89,15 @@ class Inference:
                     launch.complete(u, p, self.later[b], EPS, block=bank[b], out=self.scores[first:, b])
                 else:
                     launch.scores([bank[0]], self.later[0], EPS, out=self.scores[:, :1])
-                launch.combine(bank[:n].unbind(0), self.scores[first : first + S, :n], self.o1, self.lse)
-                y = launch.phase2_fwd(None, None, self.o1[0], None, None, w, EPS, EPS)[1]
+                o1, lse = self.o1, self.lse
+                if n == 1:
+                    # Over one source the softmax is 1: o1 is the source itself.
+                    o1, lse = [bank[0]] * S, self.scores[first : first + S, 0]
+                else:
+                    launch.combine(bank[:n].unbind(0), self.scores[first : first + S, :n], o1, lse)
+                y = launch.phase2_fwd(None, None, o1[0], None, None, w, EPS, EPS)[1]
             else:
-                p, y = launch.phase2_fwd(u, p, self.o1[i], self.lse[i], q, w, EPS, EPS)
+                p, y = launch.phase2_fwd(u, p, o1[i], lse[i], q, w, EPS, EPS)
             if i == 0:
                 p = None
             u = update(y)

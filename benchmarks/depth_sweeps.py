@@ -1,59 +1,103 @@
 """Tile sweeps of `depth_kernels.py`: for each kernel and shape, the entries of the tile table to try."""
 
+from typing import NamedTuple
 
-def grid(names, *rows):
-    """Rows of numbers as keyword overrides."""
-    names = names.split()
-    return [dict(zip(names, map(int, row.split()), strict=True)) for row in rows]
+from tilewise.depth.triton import config
 
 
-COMBINE = "BD span num_warps STAGES"
+class Sweep(NamedTuple):
+    """A kernel and its shape, overrides of a function of the tile table, bytes moved, where an override applies."""
+
+    kind: str
+    shape: tuple
+    table: str
+    changes: list
+    bytes: int
+    where: object
+
+
 BIG, TRAIN, FEW = (8192, 7168), (8192, 2048), (128, 7168)
 
 
-def unit(T, d):
-    return 2 * T * d
+def grid(names, *rows):
+    """Rows of numbers as keyword overrides."""
+    return [dict(zip(names.split(), map(int, row.split()), strict=True)) for row in rows]
+
+
+def unit(shape):
+    return 2 * shape[0] * shape[1]
+
+
+def big(T, d, *_):
+    return not config.few(T) and d > 4096
+
+
+def small(T, d, *_):
+    return not config.few(T) and d <= 4096
+
+
+def few(T, *_):
+    return config.few(T)
 
 
 def sweeps():
-    """label -> (kind, shape, overrides, bytes moved)."""
+    """label -> Sweep."""
     kinds = {}
-    for n in (8, 4):
-        rows = ["256 14 4 3", "256 28 4 3", "256 7 4 3", "256 7 4 2", "256 7 4 4", "256 4 4 3", "256 14 8 3"]
-        rows += ["128 14 4 4", "128 56 4 3", "128 14 4 3", "128 7 4 3"]
-        pointers = grid(COMBINE + " tma", "256 7 4 3 0", "128 14 4 3 0")
-        kinds[f"combine {n}"] = "combine", (*BIG, n, 16), grid(COMBINE, *rows) + pointers, (n + 16) * unit(*BIG)
-    for queries in (96, 32):
-        rows = [
-            "32 64 4 3",
-            "32 64 4 2",
-            "32 64 8 3",
-            "32 128 4 2",
-            "32 128 8 2",
-            "16 64 4 3",
-            "32 32 4 4",
-            "64 64 8 3",
-        ]
-        kinds[f"complete {queries}"] = (
-            "complete", (*BIG, queries), grid("BT BK num_warps STAGES", *rows), 3 * unit(*BIG),
-        )  # fmt: skip
+
+    def add(label, kind, shape, table, names, rows, tensors, where):
+        kinds[label] = Sweep(kind, shape, table, grid(names, *rows), int(tensors * unit(shape)), where)
+
+    names = "BD span num_warps STAGES"
+    rows = [
+        "256 7 4 3",
+        "128 14 4 3",
+        "128 14 4 4",
+        "128 14 4 2",
+        "64 28 4 4",
+        "128 14 8 3",
+        "128 28 4 3",
+        "256 14 4 3",
+    ]
+    for n in (8, 3):
+        add(f"combine {n}", "combine", (*BIG, n, 16), "combine_tiles", names, rows, n + 16, big)
+    rows = ["128 8 4 3", "128 16 4 3", "128 4 4 3", "256 8 4 3", "64 16 4 4", "128 8 4 4"]
+    add("combine 8, d 2048", "combine", (*TRAIN, 8, 8), "combine_tiles", names, rows, 16, small)
+    rows = ["128 7 4 3", "128 4 4 3", "128 14 4 3", "256 4 4 3", "64 7 4 4", "128 3 4 3"]
+    add("combine 8, decode", "combine", (*FEW, 8, 16), "combine_tiles", names, rows, 24, few)
+    names = "SUB BT BK splits num_warps STAGES"
+    rows = ["2 32 32 4 4 4", "2 32 32 2 4 4", "1 32 32 4 4 4", "2 32 64 4 4 3", "2 32 32 8 4 3", "2 32 32 4 8 4"]
+    rows += ["1 32 32 2 4 4", "2 32 32 3 4 4", "2 32 64 4 4 2"]
+    add("complete 96", "complete", (*BIG, 96), "score_tiles", names, rows, 3, lambda T, d, S, _: big(T, d) and S > 16)
+    rows = ["1 32 128 1 4 3", "1 32 64 1 4 3", "1 32 32 1 4 4", "1 32 128 1 4 2", "1 32 64 1 4 4", "2 32 64 1 4 3"]
+    add("scores 8", "scores", (*TRAIN, 8, 8), "score_tiles", names, rows, 8, small)
+    rows = [
+        "1 16 128 14 4 3",
+        "1 16 128 8 4 3",
+        "1 16 64 14 4 4",
+        "1 16 64 28 4 3",
+        "1 32 64 28 4 3",
+        "1 16 256 14 4 2",
+    ]
+    add("complete 48, decode", "complete", (*FEW, 48), "score_tiles", names, rows, 3, few)
+    rows = ["8 0", "8 1", "16 0", "16 1", "4 0"]
+    add("merge, decode", "merge", FEW, "merge_warps", "num_warps one", rows, 5, few)
+    for n in (2, 8):
+        rows = ["8", "16", "32"]
+        add(
+            f"mix {n}, decode",
+            "mix",
+            (*FEW, n),
+            "mix_few",
+            "num_warps",
+            rows,
+            n + 4,
+            lambda T, d, m, n=n: few(T) and m == n,
+        )
+    rows = ["264 4 3", "132 8 3", "264 4 2", "264 8 2", "396 4 2"]
+    add("merge backward", "merge_bwd", TRAIN, "merge_bwd", "programs num_warps STAGES", rows, 6, small)
+    rows = ["128 4 2 4", "128 8 2 4", "128 4 3 4", "128 4 2 6", "128 8 2 8"]
     for n in (8, 2):
-        rows = ["128 4 2 4", "128 4 1 4", "128 4 3 4", "128 8 2 4", "64 4 2 4", "64 4 3 6", "128 4 1 8", "256 8 1 4"]
-        kinds[f"dv {n}"] = (
-            "dv", (*TRAIN, n, 8), grid("BD num_warps STAGES factor", *rows), (2 * (8 + n) + 4 * n) * unit(*TRAIN),
-        )  # fmt: skip
-    rows = ["128 4 3", "128 4 4", "64 4 4", "256 4 3", "256 4 2", "128 2 3"]
-    kinds["inner 8"] = "inner", (*TRAIN, 8, 8), grid("BK num_warps STAGES", *rows), 64 * unit(*TRAIN)
-    rows = ["256 8 4 3", "256 4 4 3", "128 8 4 3", "128 16 4 3", "64 16 4 4"]
-    kinds["combine 8, d 2048"] = "combine", (*TRAIN, 8, 8), grid(COMBINE, *rows), 16 * unit(*TRAIN)
-    rows = ["264 4 3", "396 4 2", "264 4 2", "132 8 3", "264 8 3", "396 4 3"]
-    kinds["merge backward"] = "merge_bwd", TRAIN, grid("programs num_warps STAGES", *rows), 6 * unit(*TRAIN)
-    rows = ["264 4", "396 4", "528 4", "264 8", "132 8"]
-    kinds["mix backward"] = "mix_bwd", (*TRAIN, 9), grid("programs num_warps", *rows), 28 * unit(*TRAIN)
-    rows = ["128 7 4 3", "128 14 4 3", "256 4 4 3", "256 7 4 3", "128 4 4 3", "256 4 8 3"]
-    kinds["combine 8, decode"] = "combine", (*FEW, 8, 16), grid(COMBINE, *rows), 24 * unit(*FEW)
-    rows = ["16 128 14 4 3", "16 128 8 4 3", "32 128 28 4 2", "16 64 14 4 4", "16 128 16 8 3", "16 256 14 4 2"]
-    names = "BT BK splits num_warps STAGES"
-    kinds["complete 48, decode"] = "complete", (*FEW, 48), grid(names, *rows), 3 * unit(*FEW)
-    kinds["merge, decode"] = "merge", FEW, grid("num_warps", "4", "8", "16"), 5 * unit(*FEW)
+        label, names = f"phase 1 backward {n}", "BD num_warps STAGES factor"
+        where = lambda T, d, m, *_, n=n: small(T, d) and (m > 4) == (n > 4)  # noqa: E731
+        add(label, "dv", (*TRAIN, n, 8), "dv_tiles", names, rows, 2 * (8 + n) + 4 * n, where)
     return kinds

@@ -11,7 +11,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from tilewise.depth.triton import launch, launch_phase1, sources
+from tilewise.depth.triton import launch, sources
 
 RESULTS = []
 
@@ -53,7 +53,7 @@ def compile_only(kernel, grid):
     def run(*args, **meta):
         compiled = kernel.warmup(*args, grid=grid, **meta)
         name = kernel.fn.__name__
-        keys = ("num_warps", "BT", "BS", "BN", "BK", "BD", "STAGES", "N", "TABLE", "TMA", "PREFIX", "LOW", "ADD")
+        keys = ("num_warps", "BT", "BS", "BN", "BK", "BD", "STAGES", "N", "TABLE", "PREFIX", "LOW", "ADD")
         row = {"kernel": name, **{k: meta[k] for k in keys if k in meta}, "shared": compiled.metadata.shared}
         row |= resources(compiled.asm["cubin"])
         row["wgmma"] = "wgmma" in compiled.asm["ptx"]
@@ -68,13 +68,12 @@ def empty(*shape, dtype=torch.bfloat16):
     return torch.empty(*shape, dtype=dtype, device="meta")
 
 
-def main(dtype: torch.dtype, d: int, T: int, n: int, S: int, tma: bool) -> None:
+def main(dtype: torch.dtype, d: int, T: int, n: int, S: int) -> None:
     triton.runtime.driver.set_active(Hopper())
     JITFunction.__getitem__ = compile_only
     x, f32 = (lambda *s: empty(*s, dtype=dtype)), torch.float32
     q, w = empty(d, dtype=f32), x(d)
     v = [x(T, d) for _ in range(n)]
-    launch_phase1._tma = lambda b, o1, one: tma and one
     u, p = x(T, d), x(T, d)
     launch.mix_fwd(v, u, p, q, w, 1e-6, 1e-6)
     launch.mix_bwd(u, p, v, p, q, w, 1e-6, 1e-6)
@@ -93,5 +92,5 @@ def main(dtype: torch.dtype, d: int, T: int, n: int, S: int, tma: bool) -> None:
 
 
 if __name__ == "__main__":
-    kind, d, T, n, S, tma = sys.argv[1:]
-    main(getattr(torch, kind), int(d), int(T), int(n), int(S), tma == "tma")
+    kind, *shape = sys.argv[1:]
+    main(getattr(torch, kind), *map(int, shape))

@@ -9,6 +9,7 @@ import torch
 
 from tilewise import depth
 from tilewise.depth import reference as R
+from tilewise.depth.triton import config
 from tilewise.testing import assert_within_budget
 
 assert os.environ.get("TRITON_INTERPRET") == "1"
@@ -48,6 +49,13 @@ def check(call, leaves, impl="triton"):
         assert_within_budget(f"result {k}", *xs, factor=factor)
 
 
+@pytest.fixture(params=["few", "many"])
+def tokens(request, monkeypatch):
+    """Few tokens and many take different kernels and tiles; tiny tests run both by overriding the choice."""
+    monkeypatch.setattr(config, "few", lambda T: request.param == "few")
+
+
+@pytest.mark.usefixtures("tokens")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("n", "T", "d"), [(1, 3, 24), (5, 2, 40)])
 def test_mix(dtype, n, T, d):
@@ -55,6 +63,7 @@ def test_mix(dtype, n, T, d):
     check(lambda f, x, kw: f.mix(x[4:], x[0], x[1], **kw), [w[0], g[0], None, None, *v])
 
 
+@pytest.mark.usefixtures("tokens")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("first", [False, True])
 @pytest.mark.parametrize("norm", [False, True])
@@ -102,9 +111,11 @@ def test_a_bank_equals_a_list_and_scattered_rows():
         assert torch.equal(f([bank[0], bank[1].clone(), bank[2], bank[3]]), expected)
 
 
+@pytest.mark.usefixtures("tokens")
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_scores_ahead(dtype):
-    v, w, g, _, u, p = make(2, 5, 5, 40, dtype)
+@pytest.mark.parametrize("S", [5, 18])
+def test_scores_ahead(dtype, S):
+    v, w, g, _, u, p = make(2, S, 5, 40, dtype)
     b, s = depth.complete(u, p, w, g, impl="triton")
     assert torch.equal(b, u + p)
     s = torch.cat([depth.scores(v, w, g, impl="triton"), s[:, None]], 1)

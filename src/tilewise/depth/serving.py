@@ -40,7 +40,7 @@ def fused_attn_res(
         qk_weight: pseudo-query, `[D]`.
         output_norm_weight: `[D]`, or None for no output norm.
         num_blocks: completed blocks to read, 0 to NB. With 0 the mix is the prefix itself.
-        block_write_idx: row of the bank that receives the prefix, or -1.
+        block_write_idx: row of the bank that receives the prefix, not one of the `num_blocks` that are read; or -1.
         eps: epsilon of the key norm.
         output_norm_eps: epsilon of the output norm.
         impl: as in :func:`mix`.
@@ -75,6 +75,11 @@ def fused_attn_res(
         raise ValueError(f"num_blocks: found {num_blocks}, expected 0 to {blocks.shape[1]}")
     if not -1 <= block_write_idx < blocks.shape[1]:
         raise ValueError(f"block_write_idx: found {block_write_idx}, expected -1 (no write) to {blocks.shape[1] - 1}")
+    if 0 <= block_write_idx < num_blocks:
+        raise ValueError(
+            f"block_write_idx: found {block_write_idx} with num_blocks = {num_blocks}; the block that is written is "
+            f"the prefix, which is a source already: expected -1 or {num_blocks} to {blocks.shape[1] - 1}"
+        )
     leaves = (prefix, delta, blocks, norm_weight, qk_weight, output_norm_weight)
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in leaves):
         raise RuntimeError(

@@ -223,12 +223,19 @@ class _Block:
         self.eps, self.output_eps, self.save_o1, self.size = eps, output_eps, save_o1, q.shape[0]
         self.sources = [x.flat for x in sums]
         self.scores, self.rstd = run.scores(self.sources, self.q, eps)
-        self.o1, self.lse = run.combine(self.sources, self.scores)
+        self.o1, self.lse = self.combine(slice(None))
         self.grad: _BlockGrad | None = None
+
+    def combine(self, part: slice) -> tuple[Sequence[Tensor], Tensor]:
+        """(o1, lse) of these reads; the softmax over one source is 1, so that o1 is the source itself."""
+        scores = self.scores[part]
+        if len(self.sources) == 1:
+            return [self.sources[0]] * len(scores), scores[:, 0]
+        return self.run.combine(self.sources, scores)
 
     def merge(self, i: int, update: Tensor | None, prefix: Tensor | None) -> tuple[Tensor | None, Tensor]:
         if self.o1 is None:
-            self.o1 = self.run.combine(self.sources, self.scores)[0]
+            self.o1 = self.combine(slice(None))[0]
         w, lse = None if self.w is None else self.w[i], None if i == 0 else self.lse[i]
         p, y = self.run.phase2_fwd(update, prefix, self.o1[i], lse, self.q[i], w, self.eps, self.output_eps)
         if i == self.size - 1 and not self.save_o1:
@@ -256,10 +263,9 @@ class _BlockGrad:
             first = i // step * step
             group = range(first, min(first + step, block.size))
             part = slice(group.start, group.stop)
-            if block.o1 is None:
-                o1 = do = block.run.combine(block.sources, block.scores[part])[0]
-            else:
-                o1, do = block.o1[part], torch.empty_like(block.o1[part])
+            o1 = do = block.combine(part)[0] if block.o1 is None else block.o1[part]
+            if block.save_o1 or len(block.sources) == 1:
+                do = torch.empty((len(group), *block.sources[0].shape), dtype=o1[0].dtype, device=o1[0].device)
             for k, row, grad in zip(group, o1, do, strict=True):
                 self.o1[k], self.do[k] = row, grad
         return self.o1[i], self.do[i]

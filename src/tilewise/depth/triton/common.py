@@ -46,5 +46,6 @@ def source_rows(base, table, j, t, source_stride8, row_stride8, TABLE: tl.conste
     if TABLE:
         rows = tl.multiple_of(tl.load(table + j).to(tl.pointer_type(base.dtype.element_ty)), 16)
     else:
-        rows = base + j.to(tl.int64) * (source_stride8 * 8)
-    return rows + t.to(tl.int64) * (row_stride8 * 8)
+        # 64 bits before the factor: two tensors of a list may lie more than 2^31 elements apart.
+        rows = base + j.to(tl.int64) * source_stride8 * 8
+    return rows + t.to(tl.int64) * row_stride8 * 8

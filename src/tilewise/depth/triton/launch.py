@@ -12,8 +12,9 @@ from torch import Tensor
 from tilewise.depth.triton import config
 from tilewise.depth.triton.launch_phase1 import combine, complete, phase1_bwd, scores
 from tilewise.depth.triton.merge import merge_bwd_kernel, merge_fwd_kernel
+from tilewise.depth.triton.mixfew import mix_few_kernel
 from tilewise.depth.triton.onepass import mix_bwd_kernel, mix_fwd_kernel
-from tilewise.depth.triton.sources import named, row_stride, rows, table
+from tilewise.depth.triton.sources import bank, named, row_stride, rows, table
 
 __all__ = [
     "combine",
@@ -58,9 +59,36 @@ def _mix(sources, update, prefix, new, block, q, w, eps, output_eps) -> Tensor:
     if T == 0:
         return y
     mode = 0 if update is None and prefix is None else 1 if prefix is None else 3 if update is None else 2
-    by = _sources(sources, y)
     update, prefix = (None if x is None else rows(x) for x in (update, prefix))
     strides = [0 if x is None else row_stride(x) // 8 for x in (update, prefix, new, block)]
+    if tiles := config.mix_few(T, d, len(sources)):
+        b = bank(sources)
+        mix_few_kernel[(T,)](
+            b.base,
+            y if b.table is None else b.table,
+            y if update is None else update,
+            y if prefix is None else prefix,
+            q,
+            q if w is None else w,
+            y if new is None else new,
+            y if block is None else block,
+            y,
+            b.stride8,
+            b.row8,
+            *strides,
+            len(sources),
+            eps,
+            output_eps,
+            TABLE=b.table is not None,
+            PREFIX=mode,
+            WRITE_PREFIX=new is not None,
+            WRITE_BLOCK=block is not None,
+            NORM=w is not None,
+            D=d,
+            **tiles,
+        )
+        return y
+    by = _sources(sources, y)
     mix_fwd_kernel[(T,)](
         by.pointers,
         by.table,
@@ -148,7 +176,6 @@ def mix_bwd(dy, dp, sources, p, q, w, eps, output_eps, into=None, fresh=False):
         DP=dp is not None,
         NORM=w is not None,
         ADD=into is not None and not fresh,
-        ALONE=len(sources) + (p is not None) == 1,
         GRAD=triton.language.float32 if wide else GRADS[dy.dtype],
         D=d,
         BD=config.row_block(d),
@@ -178,7 +205,8 @@ def phase2_fwd(update, prefix, o1, lse, q, w, eps, output_eps):
             output_eps,
             PREFIX=0 if update is None else 1 if prefix is None else 2,
             NORM=w is not None,
-            ONE_REDUCTION=config.few(T) and o1.dtype != torch.float32,
+            EARLY=config.few(T),
+            ONE_REDUCTION=config.one_reduction(T, o1.element_size()),
             D=d,
             BD=config.row_block(d),
             num_warps=config.merge_warps(T, d),

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-import triton
 from tilewise.depth.triton import config
 from tilewise.depth.triton.phase1 import combine_kernel, finish_kernel, scores_kernel
 from tilewise.depth.triton.phase1_bwd import inner_kernel, source_grad_kernel, weights_kernel
@@ -47,15 +46,15 @@ def _scores(v: Sequence[Tensor] | None, add, q, eps, s, r) -> None:
     high, low = split_queries(q, like.dtype)
     cfg = config.score_tiles(T, d, S, like.element_size())
     splits = cfg.pop("splits")
-    tiles = triton.cdiv(d, cfg["BK"])
-    chunk = triton.cdiv(tiles, splits)
-    splits = triton.cdiv(tiles, chunk)
+    tiles = config.cdiv(d, cfg["BK"])
+    chunk = config.cdiv(tiles, splits)
+    splits = config.cdiv(tiles, chunk)
     s_out, r_out, strides = s, r, (s.stride(0), s.stride(1), 0, 0)
     if splits > 1:
         s_out = torch.empty((splits, S, n, T), dtype=torch.float32, device=like.device)
         r_out = torch.empty((splits, n, T), dtype=torch.float32, device=like.device)
         strides = (n * T, T, S * n * T, n * T)
-    grid = (triton.cdiv(T, cfg["BT"]), n, triton.cdiv(S, cfg["BS"]) * splits)
+    grid = (config.cdiv(T, cfg["BT"] * cfg["SUB"]), n, config.cdiv(S, cfg["BS"]) * splits)
     scores_kernel[grid](
         like,
         like if b.table is None else b.table,
@@ -80,7 +79,7 @@ def _scores(v: Sequence[Tensor] | None, add, q, eps, s, r) -> None:
         **cfg,
     )
     if splits > 1:
-        grid = (triton.cdiv(T, 128), n, S)
+        grid = (config.cdiv(T, 128), n, S)
         finish_kernel[grid](
             s_out, r_out, s, r, T, n, S, splits, s.stride(0), s.stride(1), eps, D=d, B=128, num_warps=4
         )  # fmt: skip
@@ -122,16 +121,12 @@ def combine(sources, s, out=None, lse=None):
     cfg = config.combine_tiles(T, d, n, S, like.element_size())
     span = cfg.pop("span")
     one = n <= cfg["BN"]
-    tma = _tma(b, o1, one)
-    base, store = (like, o1) if not tma else _descriptors(b, o1, n, cfg)
-    grid = (triton.cdiv(T, cfg["BT"]) * triton.cdiv(S, cfg["BS"]), triton.cdiv(triton.cdiv(d, cfg["BD"]), span))
+    grid = (config.cdiv(T, cfg["BT"]) * config.cdiv(S, cfg["BS"]), config.cdiv(config.cdiv(d, cfg["BD"]), span))
     combine_kernel[grid](
         like,
-        base,
         like if b.table is None else b.table,
         s,
         o1,
-        store,
         lse,
         T,
         n,
@@ -142,28 +137,12 @@ def combine(sources, s, out=None, lse=None):
         s.stride(1),
         span,
         TABLE=b.table is not None,
-        TMA=tma,
         LOW=like.dtype != torch.float32,
         ONE=one,
         D=d,
         **cfg,
     )
     return o1, lse
-
-
-def _tma(b, o1: Tensor, one: bool) -> bool:
-    """Bulk copies for an evenly spaced bank on Hopper or newer."""
-    even = b.table is None and (b.stride8 > 0 or o1.shape[0] == 1) and one and b.base.element_size() == 2
-    return even and b.base.is_cuda and torch.cuda.get_device_capability(b.base.device)[0] >= 9
-
-
-def _descriptors(b, o1: Tensor, n: int, cfg: dict):
-    from triton.tools.tensor_descriptor import TensorDescriptor
-
-    (T, d), S = b.base.shape, o1.shape[0]
-    strides = [max(b.stride8, 1) * 8, b.row8 * 8, 1]
-    load = TensorDescriptor(b.base, [n, T, d], strides, [cfg["BN"], cfg["BT"], cfg["BD"]])
-    return load, TensorDescriptor(o1, [S, T, d], [T * d, d, 1], [cfg["BS"], cfg["BT"], cfg["BD"]])
 
 
 def phase1_bwd(do1, dlse, sources, q, s, lse, r, into=None, fresh=False):
@@ -184,14 +163,14 @@ def phase1_bwd(do1, dlse, sources, q, s, lse, r, into=None, fresh=False):
     c = torch.empty((n, T), dtype=torch.float32, device=like.device)
     table = like if b.table is None else b.table
     cfg = config.inner_tiles(n, S, size)
-    grid = (triton.cdiv(T, cfg["BT"]), triton.cdiv(n, cfg["BN"]), triton.cdiv(S, cfg["BS"]))
+    grid = (config.cdiv(T, cfg["BT"]), config.cdiv(n, cfg["BN"]), config.cdiv(S, cfg["BS"]))
     strides = (do.stride8, b.stride8, b.row8)
     do_table = like if do.table is None else do.table
     flags = {"TABLE": b.table is not None, "DO_TABLE": do.table is not None}
     inner_kernel[grid](do.base, do_table, like, table, g, T, n, S, *strides, **flags, D=d, **cfg)
-    weights_kernel[(triton.cdiv(T, 32),)](
+    weights_kernel[(config.cdiv(T, 32),)](
         s, lse, lse if dlse is None else dlse, r, g, a, c, T, n, S, DLSE=dlse is not None,
-        BS=triton.next_power_of_2(S), BT=32, D=d, num_warps=4,
+        BS=config.next_power_of_2(S), BT=32, D=d, num_warps=4,
     )  # fmt: skip
     out = bank(acc)
     dq = torch.empty((S, d), dtype=torch.float32, device=like.device)
@@ -200,9 +179,9 @@ def phase1_bwd(do1, dlse, sources, q, s, lse, r, into=None, fresh=False):
         m = min(16, S - s0)
         cfg = config.dv_tiles(T, d, n, m, size)
         programs = cfg.pop("programs")
-        chunks = triton.cdiv(n, cfg["BN"])
+        chunks = config.cdiv(n, cfg["BN"])
         part = torch.empty((chunks * programs, m, d), dtype=torch.float32, device=like.device)
-        source_grad_kernel[(triton.cdiv(d, cfg["BD"]), programs, chunks)](
+        source_grad_kernel[(config.cdiv(d, cfg["BD"]), programs, chunks)](
             do.base if do.table is not None else do1[s0],
             do_table[s0:] if do.table is not None else like,
             like,

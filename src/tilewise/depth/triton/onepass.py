@@ -56,7 +56,7 @@ def mix_fwd_kernel(
     c = tl.arange(0, BD)
     m = c < D
     q = tl.load(q_ptr + c, mask=m, other=0.0, eviction_policy="evict_last")
-    row = t * (source_stride8 * 8) + c
+    row = t * source_stride8 * 8 + c
     # Loads of the first sources are issued before any reduction: a reduction is a barrier that no load moves across.
     if N >= 1:
         v0 = tl.load(sources[0] + row, mask=m, other=0.0)
@@ -71,16 +71,16 @@ def mix_fwd_kernel(
     o = tl.zeros([BD], tl.float32)
     if PREFIX > 0:
         if PREFIX == 1:
-            p = tl.load(update + t * (update_stride8 * 8) + c, mask=m, other=0.0)
+            p = tl.load(update + t * update_stride8 * 8 + c, mask=m, other=0.0)
         else:
-            p = tl.load(prefix + t * (prefix_stride8 * 8) + c, mask=m, other=0.0)
+            p = tl.load(prefix + t * prefix_stride8 * 8 + c, mask=m, other=0.0)
             if PREFIX == 2:
-                u = tl.load(update + t * (update_stride8 * 8) + c, mask=m, other=0.0)
+                u = tl.load(update + t * update_stride8 * 8 + c, mask=m, other=0.0)
                 p = (p.to(tl.float32) + u.to(tl.float32)).to(dtype)
         if WRITE_PREFIX:
-            tl.store(new_prefix + t * (new_stride8 * 8) + c, p, mask=m)
+            tl.store(new_prefix + t * new_stride8 * 8 + c, p, mask=m)
         if WRITE_BLOCK:
-            tl.store(block + t * (block_stride8 * 8) + c, p, mask=m)
+            tl.store(block + t * block_stride8 * 8 + c, p, mask=m)
         mx, l, o = _take(p, q, mx, l, o, eps, D)
     if N >= 1:
         mx, l, o = _take(v0, q, mx, l, o, eps, D)
@@ -104,16 +104,18 @@ def mix_fwd_kernel(
 
 
 @triton.jit
-def _give(v, q, dh, delta, lse, eps, ALONE: tl.constexpr, D: tl.constexpr):
-    """(dv, dq of this row) of one source: a dh + ds (r q - s r^2 / d v). A source that is ALONE has ds = 0 exactly."""
+def _give(v, q, h, dh, lse, eps, D: tl.constexpr):
+    """(dv, dq of this row) of one source: a dh + ds (r q - s r^2 / d v), ds = a <dh, v - h>.
+
+    The difference is taken before the sum: with correlated sources <dh, v> and <dh, h> cancel, v - h does not round.
+    It is exactly 0 for a source that is alone.
+    """
     v = v.to(tl.float32)
-    vv, vq, g = tl.reduce((v * v, v * q, v * dh), 0, sum3)
+    vv, vq, g = tl.reduce((v * v, v * q, (v - h) * dh), 0, sum3)
     r = tl.rsqrt(vv / D + eps)
     s = vq * r
     a = tl.exp(s - lse)
-    ds = a * (g - delta)
-    if ALONE:
-        ds = 0.0
+    ds = a * g
     return a * dh + ds * (r * q - (s * r * r / D) * v), ds * r * v
 
 
@@ -142,12 +144,11 @@ def mix_bwd_kernel(
     DP: tl.constexpr,
     NORM: tl.constexpr,
     ADD: tl.constexpr,
-    ALONE: tl.constexpr,
     GRAD: tl.constexpr,
     D: tl.constexpr,
     BD: tl.constexpr,
 ):
-    """The mix is recomputed; delta = <dh, h> with h in fp32 registers equals the sum over the sources."""
+    """The mix is recomputed and stays in fp32 registers."""
     dtype: tl.constexpr = dy_ptr.dtype.element_ty
     c = tl.arange(0, BD)
     m = c < D
@@ -156,7 +157,7 @@ def mix_bwd_kernel(
     dw = tl.zeros([BD], tl.float32)
     for i in tl.range(tl.program_id(0), T, tl.num_programs(0)):
         t = tl.cast(i, tl.int64)
-        row = t * (source_stride8 * 8) + c
+        row = t * source_stride8 * 8 + c
         out = t * D + c
         mx = -float("inf")
         l = 0.0
@@ -179,9 +180,8 @@ def mix_bwd_kernel(
             rh = tl.rsqrt(hh / D + output_eps)
             dw += h * rh * dh
             dh = (wdy - h * (rh * rh * hw / D)) * rh
-        delta = tl.sum(dh * h, 0)
         for j in tl.static_range(N):
-            dv, dqj = _give(tl.load(sources[j] + row, mask=m, other=0.0), q, dh, delta, lse, eps, ALONE, D)
+            dv, dqj = _give(tl.load(sources[j] + row, mask=m, other=0.0), q, h, dh, lse, eps, D)
             dq += dqj
             if ADD:
                 dv += tl.load(grads[j] + out, mask=m, other=0.0)
@@ -189,14 +189,14 @@ def mix_bwd_kernel(
         if TABLE:
             for j in range(n):
                 v = tl.load(aligned(table, j, dtype) + row, mask=m, other=0.0)
-                dv, dqj = _give(v, q, dh, delta, lse, eps, ALONE, D)
+                dv, dqj = _give(v, q, h, dh, lse, eps, D)
                 dq += dqj
                 grad = aligned(grad_table, j, GRAD) + out
                 if ADD:
                     dv += tl.load(grad, mask=m, other=0.0)
                 tl.store(grad, dv.to(GRAD), mask=m)
         if PREFIX:
-            dv, dqj = _give(tl.load(p_ptr + out, mask=m, other=0.0), q, dh, delta, lse, eps, ALONE, D)
+            dv, dqj = _give(tl.load(p_ptr + out, mask=m, other=0.0), q, h, dh, lse, eps, D)
             dq += dqj
             if DP:
                 dv += tl.load(dp_ptr + out, mask=m, other=0.0).to(tl.float32)

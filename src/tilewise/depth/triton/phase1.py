@@ -11,6 +11,41 @@ import triton.language as tl
 from tilewise.depth.triton.common import source_rows
 
 
+@triton.jit
+def _rows_of(base, update, prefix, block, rows, c, t, T, write, ADD: tl.constexpr, D: tl.constexpr):
+    """A tile of source rows, read or summed (and written), and its sums of squares."""
+    m = (t < T)[:, None] & (c < D)[None, :]
+    if ADD:
+        at = rows[:, None] + c[None, :]
+        v = tl.load(prefix + at, mask=m, other=0.0).to(tl.float32)
+        v = (v + tl.load(update + at, mask=m, other=0.0).to(tl.float32)).to(base.dtype.element_ty)
+        tl.store(block + at, v, mask=m & write)
+    else:
+        v = tl.load(rows[:, None] + c[None, :], mask=m, other=0.0)
+    wide = v.to(tl.float32)
+    return v, tl.sum(wide * wide, 1)
+
+
+@triton.jit
+def _product(v, q, acc, LOW: tl.constexpr):
+    if LOW:
+        return tl.dot(v, q, acc)
+    # fp32 products are summed in order: a sum of tile sums rounds less than one long sum.
+    return acc + tl.dot(v, q, input_precision="ieee")
+
+
+@triton.jit
+def _put_scores(s_at, r_at, acc, vv, t, sq, T, S, first, eps, SPLIT: tl.constexpr, D: tl.constexpr):
+    sm = (sq < S)[None, :] & (t < T)[:, None]
+    if SPLIT:
+        tl.store(s_at + t[:, None], acc, mask=sm)
+        tl.store(r_at + t, vv, mask=(t < T) & first)
+    else:
+        r = tl.rsqrt(vv / D + eps)
+        tl.store(s_at + t[:, None], acc * r[:, None], mask=sm)
+        tl.store(r_at + t, r, mask=(t < T) & first)
+
+
 @triton.jit(do_not_specialize=["T", "S", "chunk", "splits", "s_stride_q", "s_stride_n", "part_stride", "r_part_stride"])
 def scores_kernel(
     base,
@@ -37,6 +72,7 @@ def scores_kernel(
     ADD: tl.constexpr,
     LOW: tl.constexpr,
     SPLIT: tl.constexpr,
+    SUB: tl.constexpr,
     BT: tl.constexpr,
     BK: tl.constexpr,
     BS: tl.constexpr,
@@ -45,51 +81,52 @@ def scores_kernel(
 ):
     """s[q, j, t] = rstd(v_j[t]) <v_j[t], Q_q>, Q = q_high + q_low. ADD: v = prefix + update, written to `block`.
 
-    SPLIT: program axis 2 also splits d; raw partial sums go to s_ptr and r_ptr at part strides, for `finish_kernel`.
+    A program takes SUB tiles of BT tokens, which share each tile of queries. SPLIT: program axis 2 also splits d; raw
+    partial sums go to s_ptr and r_ptr at part strides, for `finish_kernel`.
     """
-    dtype: tl.constexpr = base.dtype.element_ty
     j = tl.program_id(1)
     part = tl.program_id(2) % splits
     q0 = (tl.program_id(2) // splits) * BS
-    t = tl.program_id(0) * BT + tl.arange(0, BT)
+    t = tl.program_id(0) * (BT * SUB) + tl.arange(0, BT)
     sq = q0 + tl.arange(0, BS)
     ck = tl.arange(0, BK)
+    acc = tl.zeros([BT, BS], tl.float32)
+    vv = tl.zeros([BT], tl.float32)
     if ADD:
         rows = t.to(tl.int64) * D
     else:
         rows = source_rows(base, table, t * 0 + j, t, source_stride8, row_stride8, TABLE)
-    acc = tl.zeros([BT, BS], tl.float32)
-    vv = tl.zeros([BT], tl.float32)
+    if SUB == 2:
+        acc2 = acc
+        vv2 = vv
+        rows2 = rows + (BT * D if ADD else BT * row_stride8 * 8)
     # `chunk` counts tiles of BK columns: only so does the compiler know the alignment and copy 16 bytes at a time.
     for i in tl.range(part * chunk, tl.minimum(part * chunk + chunk, tl.cdiv(D, BK)), num_stages=STAGES):
         k = i * BK
-        m = (t < T)[:, None] & (k + ck < D)[None, :]
-        if ADD:
-            at = rows[:, None] + (k + ck)[None, :]
-            v = tl.load(prefix + at, mask=m, other=0.0).to(tl.float32)
-            v = (v + tl.load(update + at, mask=m, other=0.0).to(tl.float32)).to(dtype)
-            tl.store(block + at, v, mask=m & (q0 == 0))
-        else:
-            v = tl.load(rows[:, None] + (k + ck)[None, :], mask=m, other=0.0)
-        vf = v.to(tl.float32)
-        vv += tl.sum(vf * vf, 1)
+        v, vs = _rows_of(base, update, prefix, block, rows, k + ck, t, T, q0 == 0, ADD, D)
+        vv += vs
+        if SUB == 2:
+            v2, vs = _rows_of(base, update, prefix, block, rows2, k + ck, t + BT, T, q0 == 0, ADD, D)
+            vv2 += vs
         qm = (sq < S)[:, None] & (k + ck < D)[None, :]
         qat = sq[:, None].to(tl.int64) * D + (k + ck)[None, :]
-        qh = tl.load(q_high + qat, mask=qm, other=0.0, eviction_policy="evict_last")
-        acc = tl.dot(v, tl.trans(qh), acc, input_precision="ieee")
+        qh = tl.trans(tl.load(q_high + qat, mask=qm, other=0.0, eviction_policy="evict_last"))
+        acc = _product(v, qh, acc, LOW)
+        if SUB == 2:
+            acc2 = _product(v2, qh, acc2, LOW)
         if LOW:
-            ql = tl.load(q_low + qat, mask=qm, other=0.0, eviction_policy="evict_last")
-            acc = tl.dot(v, tl.trans(ql), acc, input_precision="ieee")
-    at = sq[None, :].to(tl.int64) * s_stride_q + j.to(tl.int64) * s_stride_n + t[:, None]
-    sm = (sq < S)[None, :] & (t < T)[:, None]
-    rm = (t < T) & (q0 == 0)
+            ql = tl.trans(tl.load(q_low + qat, mask=qm, other=0.0, eviction_policy="evict_last"))
+            acc = _product(v, ql, acc, LOW)
+            if SUB == 2:
+                acc2 = _product(v2, ql, acc2, LOW)
+    s_at = s_ptr + sq[None, :].to(tl.int64) * s_stride_q + j.to(tl.int64) * s_stride_n
+    r_at = r_ptr + j.to(tl.int64) * T
     if SPLIT:
-        tl.store(s_ptr + part.to(tl.int64) * part_stride + at, acc, mask=sm)
-        tl.store(r_ptr + part.to(tl.int64) * r_part_stride + j.to(tl.int64) * T + t, vv, mask=rm)
-    else:
-        r = tl.rsqrt(vv / D + eps)
-        tl.store(s_ptr + at, acc * r[:, None], mask=sm)
-        tl.store(r_ptr + j.to(tl.int64) * T + t, r, mask=rm)
+        s_at += part.to(tl.int64) * part_stride
+        r_at += part.to(tl.int64) * r_part_stride
+    _put_scores(s_at, r_at, acc, vv, t, sq, T, S, q0 == 0, eps, SPLIT, D)
+    if SUB == 2:
+        _put_scores(s_at, r_at, acc2, vv2, t + BT, sq, T, S, q0 == 0, eps, SPLIT, D)
 
 
 @triton.jit(do_not_specialize=["T", "N", "S", "splits", "s_stride_q", "s_stride_n"])
@@ -122,11 +159,9 @@ def _weights(s_ptr, lse, ms, t, j, hit, s_stride_q, s_stride_n):
 @triton.jit(do_not_specialize=["T", "n", "S", "s_stride_q", "s_stride_n", "span"])
 def combine_kernel(
     base,
-    base_tma,
     table,
     s_ptr,
     o_ptr,
-    o_tma,
     lse_ptr,
     T,
     n,
@@ -137,7 +172,6 @@ def combine_kernel(
     s_stride_n,
     span,
     TABLE: tl.constexpr,
-    TMA: tl.constexpr,
     LOW: tl.constexpr,
     ONE: tl.constexpr,
     BS: tl.constexpr,
@@ -183,19 +217,13 @@ def combine_kernel(
         if LOW:
             wl = (w - wh.to(tl.float32)).to(dtype)
         okr = (j < n) & (rt < T)
-        if not TMA:
-            rows = source_rows(
-                base, table, tl.where(okr, j, 0), tl.where(okr, rt, 0), source_stride8, row_stride8, TABLE
-            )
+        rows = source_rows(base, table, tl.where(okr, j, 0), tl.where(okr, rt, 0), source_stride8, row_stride8, TABLE)
     out = (ms.to(tl.int64) * T + mt) * D
     for i in tl.range(first, tl.minimum(first + span, tl.cdiv(D, BD)), num_stages=STAGES):
         k = i * BD
         if ONE:
-            if TMA:
-                v = base_tma.load([0, t0, k]).reshape(R, BD)
-            else:
-                vm = okr[:, None] & (k + cd < D)[None, :]
-                v = tl.load(rows[:, None] + (k + cd)[None, :], mask=vm, other=0.0, eviction_policy="evict_first")
+            vm = okr[:, None] & (k + cd < D)[None, :]
+            v = tl.load(rows[:, None] + (k + cd)[None, :], mask=vm, other=0.0, eviction_policy="evict_first")
             o = tl.dot(wh, v, input_precision="ieee")
             if LOW:
                 o = tl.dot(wl, v, o, input_precision="ieee")
@@ -215,8 +243,5 @@ def combine_kernel(
                 o = tl.dot(wh, v, o, input_precision="ieee")
                 if LOW:
                     o = tl.dot((w - wh.to(tl.float32)).to(dtype), v, o, input_precision="ieee")
-        if TMA:
-            o_tma.store([q0, t0, k], o.to(dtype).reshape(BS, BT, BD))
-        else:
-            om = okm[:, None] & (k + cd < D)[None, :]
-            tl.store(o_ptr + out[:, None] + (k + cd)[None, :], o.to(dtype), mask=om, eviction_policy="evict_first")
+        om = okm[:, None] & (k + cd < D)[None, :]
+        tl.store(o_ptr + out[:, None] + (k + cd)[None, :], o.to(dtype), mask=om, eviction_policy="evict_first")

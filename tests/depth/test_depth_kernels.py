@@ -1,0 +1,47 @@
+"""The Triton kernels without a GPU: under the interpreter on tiny shapes, and compiled for sm_90."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+
+
+def run(*args, **env):
+    done = subprocess.run(
+        [sys.executable, *args], capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1", **env}
+    )
+    assert done.returncode == 0, f"{' '.join(map(str, args))} failed:\n{done.stdout[-6000:]}\n{done.stderr[-3000:]}"
+    return done.stdout
+
+
+def test_kernels_under_the_interpreter():
+    out = run("-m", "pytest", HERE / "depth_interpreted.py", "-p", "no:cacheprovider", TRITON_INTERPRET="1")
+    assert " passed" in out
+    assert "skipped" not in out
+
+
+@pytest.mark.parametrize(
+    ("dtype", "d", "T", "n", "S"),
+    [("bfloat16", 2048, 8192, 8, 8), ("bfloat16", 7168, 128, 3, 16), ("float32", 2304, 8192, 5, 5)],
+)
+def test_kernels_compile_for_hopper(dtype, d, T, n, S):
+    """No wgmma (see `triton.phase1`), 16-byte or asynchronous loads, shared memory within a block's 227 KiB."""
+    rows = [json.loads(x) for x in run(HERE / "depth_aot.py", dtype, str(d), str(T), str(n), str(S)).splitlines()]
+    names = {row["kernel"] for row in rows}
+    assert {"merge_fwd_kernel", "merge_bwd_kernel", "mix_bwd_kernel", "scores_kernel", "combine_kernel"} <= names
+    assert {"inner_kernel", "weights_kernel", "source_grad_kernel", "table_kernel"} <= names
+    assert ("mix_few_kernel" if T <= 1024 else "mix_fwd_kernel") in names
+    for row in rows:
+        assert not row["wgmma"], row
+        assert row["shared"] <= 227 << 10, row
+        if row["kernel"] not in ("table_kernel", "finish_kernel", "weights_kernel"):
+            assert row["wide_loads"], row
+
+
+def test_importing_the_package_does_not_import_triton():
+    run("-c", "import sys, tilewise.depth; assert 'triton' not in sys.modules and 'transformers' not in sys.modules")
