@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["Limits", "Tiles", "backward_tiles", "forward_tiles", "projection_tiles"]
+__all__ = ["Limits", "Tiles", "backward_tiles", "fold_tiles", "forward_tiles", "projection_tiles"]
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,9 @@ def backward_tiles(d: int, bytes_: int, kinds: frozenset[str], keyed: bool, limi
 
 
 def projection_tiles(d: int, bytes_: int, others: int, sides: bool) -> tuple[int, int, int, int]:
-    """(rows, columns, warps, stages) of the projection, fold and collect kernels."""
+    """(rows, columns, warps, stages) of the projection."""
+    if not sides and bytes_ == 2 and d <= 64 and others >= 1024:
+        return 64, 256, 8, 3
     if bytes_ == 4:
         return 16, 32, 4, 2
     if d > 128:
@@ -75,6 +77,13 @@ def projection_tiles(d: int, bytes_: int, others: int, sides: bool) -> tuple[int
     if d > 64:
         return 64, 64, 4, 2
     return (64, 128, 4, 3) if others >= 2048 else (64, 64, 4, 3)
+
+
+def fold_tiles(d: int, bytes_: int) -> tuple[int, int, int, int]:
+    """(rows, columns, warps, stages) of the fold and collect kernels."""
+    if bytes_ == 4:
+        return 16, 32, 4, 2
+    return (64, 64, 4, 3) if d <= 64 else (32, 64, 4, 2)
 
 
 def _fit(tiles: Tiles, d: int, bytes_: int, loads: int, limits: Limits) -> Tiles:

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from .masks import kept, span_of, visible
-from .tiles import load_rows, store_rows, store_skewed
+from .tiles import load_rows, load_statistics, store_rows, store_skewed
 
 # Lengths, offsets and scales must not make a new kernel each.
 _RUNTIME = [
@@ -183,7 +183,7 @@ def _grad_query(acc, rows, q, g, ls, dl, k, sk, bk, hk, v, sv, bv, hv, terms, zs
 
 
 @triton.jit(do_not_specialize=_RUNTIME)
-def grad_query(q, k, v, g, qx, kx, vx, dq, ls, delta, terms, z0, z1, z2, z3, z4, z5, z6, z7, values, y0, y1, out, dz, sums, parts,
+def grad_query(q, k, v, g, qx, kx, vx, dq, stats, stat, pad, terms, z0, z1, z2, z3, z4, z5, z6, z7, values, y0, y1, out, dz, sums, parts,
                rule, ranges, seed, sq, sk, sv, sg, sqx, skx, svx, sdq, c, tau, inverse, drop, H, G, h0, heads, B, Tq,
                Tk, offset, lo, hi, left, right, batch, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr,
                BV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, UNIT: tl.constexpr, BANDS: tl.constexpr,
@@ -204,7 +204,7 @@ def grad_query(q, k, v, g, qx, kx, vx, dq, ls, delta, terms, z0, z1, z2, z3, z4,
     i = i0 + tl.arange(0, BM)
     at = tl.cast(bh, tl.int64) * Tq + i
     plane = tl.cast(B * H, tl.int64) * Tq
-    dl = tl.load(delta + at, mask=i < Tq, other=0.0)
+    dl = load_statistics(stats, stat, 3, bh, i0, B * H, pad, BM, TMA)
     g_tile = load_rows(g, sg, b, h, i0, Tq, DV, BM, BV, TMA)
     acc = tl.zeros([BM, BD], tl.float32)
     # Decided on UNIT × UNIT blocks in every pass: only then do the ends' sums and dZ add up.
@@ -223,7 +223,7 @@ def grad_query(q, k, v, g, qx, kx, vx, dq, ls, delta, terms, z0, z1, z2, z3, z4,
                 e = vhi
             if not BAND:
                 e = vhi
-            lss = tl.load(ls + (side + 1) * plane + at, mask=i < Tq, other=float("inf"))
+            lss = load_statistics(stats, stat, side + 1, bh, i0, B * H, pad, BM, TMA)
             if SHIFT_Q:
                 qs = load_rows(qx, sqx, side * B + b, h, i0, Tq, D, BM, BD, TMA)
             else:
@@ -256,7 +256,7 @@ def grad_query(q, k, v, g, qx, kx, vx, dq, ls, delta, terms, z0, z1, z2, z3, z4,
             ba = vlo
             be = vhi
         qs = load_rows(q, sq, b, h, i0, Tq, D, BM, BD, TMA)
-        lss = tl.load(ls + at, mask=i < Tq, other=float("inf"))
+        lss = load_statistics(stats, stat, 0, bh, i0, B * H, pad, BM, TMA)
         acc, _ = _grad_query(acc, tl.zeros([BM, BN], tl.float32), qs, g_tile, lss, dl, k, sk, b, hk, v, sv, b, hk, terms, zs, values, ys, out, dz,
                              rule, seed, c, drop, inverse, b, h, n, bh, i0, ba, be, Tq, Tk, offset, left, right, D, DV,
                              BD, BV, BM, BN, BANDS, VALUES, STORE, "none", MASKED, DROPOUT, TMA, BAND_STAGES)  # fmt: skip
@@ -264,7 +264,7 @@ def grad_query(q, k, v, g, qx, kx, vx, dq, ls, delta, terms, z0, z1, z2, z3, z4,
 
 
 @triton.jit
-def _grad_key(dk, dv, k, v, q, sq, bq, g, sg, ls, delta, terms, zs, values, zvs, out, dz, rule, seed, c, drop,
+def _grad_key(dk, dv, k, v, q, sq, bq, g, sg, stats, stat, pad, plane, planes, terms, zs, values, zvs, out, dz, rule, seed, c, drop,
               inverse, b, h, n, bh, j0, a, e, Tq, Tk, offset, left, right, D: tl.constexpr, DV: tl.constexpr,
               BD: tl.constexpr, BV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BANDS: tl.constexpr,
               VALUES: tl.constexpr, STORE: tl.constexpr, MASKED: tl.constexpr, DROPOUT: tl.constexpr,
@@ -272,11 +272,10 @@ def _grad_key(dk, dv, k, v, q, sq, bq, g, sg, ls, delta, terms, zs, values, zvs,
     """dk += dSᵀ·Q and dv += Pᵀ·dO over the queries a … e − 1; tiles are [keys, queries]."""
     for i0 in tl.range(a, e, BM, num_stages=STAGES):
         i = i0 + tl.arange(0, BM)
-        at = tl.cast(bh, tl.int64) * Tq + i
         qt = load_rows(q, sq, bq, h, i0, Tq, D, BM, BD, TMA)
         gt = load_rows(g, sg, b, h, i0, Tq, DV, BM, BV, TMA)
-        lss = tl.load(ls + at, mask=i < Tq, other=float("inf"))
-        dl = tl.load(delta + at, mask=i < Tq, other=0.0)
+        lss = load_statistics(stats, stat, plane, bh, i0, planes, pad, BM, TMA)
+        dl = load_statistics(stats, stat, 3, bh, i0, planes, pad, BM, TMA)
         s = tl.dot(k, tl.trans(qt), input_precision="ieee")
         if len(BANDS) > 0:
             z = tl.zeros([BN, BM], tl.float32)
@@ -305,7 +304,7 @@ def _grad_key(dk, dv, k, v, q, sq, bq, g, sg, ls, delta, terms, zs, values, zvs,
 
 
 @triton.jit
-def _key_head(dk, dv, q, k, v, g, qx, kx, vx, ls, delta, terms, zs, values, ys, out, dz, parts, vparts, rule, ranges,
+def _key_head(dk, dv, q, k, v, g, qx, kx, vx, stats, stat, pad, terms, zs, values, ys, out, dz, parts, vparts, rule, ranges,
               seed, sq, sk, sv, sg, sqx, skx, svx, c, inverse, drop, H, h0, heads, B, Tq, Tk, offset, lo, hi, left,
               right, batch, b, h, hk, j0, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr,
               BM: tl.constexpr, BN: tl.constexpr, UNIT: tl.constexpr, BANDS: tl.constexpr, VALUES: tl.constexpr,
@@ -316,7 +315,6 @@ def _key_head(dk, dv, q, k, v, g, qx, kx, vx, ls, delta, terms, zs, values, ys, 
     """What one query head adds to dk and dv."""
     bh = b * H + h
     n = b * heads + h - h0
-    plane = tl.cast(B * H, tl.int64) * Tq
     j = j0 + tl.arange(0, BN)
     blocks = (Tk + BN - 1) // BN
     dk0 = tl.sum(tl.where((j < Tk)[:, None], dk, 0.0), 0)
@@ -354,7 +352,7 @@ def _key_head(dk, dv, q, k, v, g, qx, kx, vx, ls, delta, terms, zs, values, ys, 
                         q_, sq_, bq = qx, sqx, side * B + b
                     else:
                         q_, sq_, bq = q, sq, b
-                    dk, dv = _grad_key(dk, dv, ks, vs, q_, sq_, bq, g, sg, ls + (side + 1) * plane, delta, terms, zs,
+                    dk, dv = _grad_key(dk, dv, ks, vs, q_, sq_, bq, g, sg, stats, stat, pad, side + 1, B * H, terms, zs,
                                        values, ys, out, dz, rule, seed, c, drop, inverse, b, h, n, bh, j0, pa, pe, Tq,
                                        Tk, offset, left, right, D, DV, BD, BV, BM, BN, (), (), False, part != 1,
                                        DROPOUT, TMA, STAGES)  # fmt: skip
@@ -373,14 +371,14 @@ def _key_head(dk, dv, q, k, v, g, qx, kx, vx, ls, delta, terms, zs, values, ys, 
             be = vhi
         ks = load_rows(k, sk, b, hk, j0, Tk, D, BN, BD, TMA)
         vs = load_rows(v, sv, b, hk, j0, Tk, DV, BN, BV, TMA)
-        dk, dv = _grad_key(dk, dv, ks, vs, q, sq, b, g, sg, ls, delta, terms, zs, values, ys, out, dz, rule, seed, c,
+        dk, dv = _grad_key(dk, dv, ks, vs, q, sq, b, g, sg, stats, stat, pad, 0, B * H, terms, zs, values, ys, out, dz, rule, seed, c,
                            drop, inverse, b, h, n, bh, j0, ba, be, Tq, Tk, offset, left, right, D, DV, BD, BV, BM, BN,
                            BANDS, VALUES, STORE, MASKED, DROPOUT, TMA, BAND_STAGES)  # fmt: skip
     return dk, dv
 
 
 @triton.jit(do_not_specialize=_RUNTIME)
-def grad_key(q, k, v, g, qx, kx, vx, dk, dv, ls, delta, terms, z0, z1, z2, z3, z4, z5, z6, z7, values, y0, y1, out, dz, parts, vparts,
+def grad_key(q, k, v, g, qx, kx, vx, dk, dv, stats, stat, pad, terms, z0, z1, z2, z3, z4, z5, z6, z7, values, y0, y1, out, dz, parts, vparts,
              rule, ranges, seed, sq, sk, sv, sg, sqx, skx, svx, sdk, sdv, c, tau, inverse, drop, H, G, h0, heads, B,
              Tq, Tk, offset, lo, hi, left, right, batch, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr,
              BV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, UNIT: tl.constexpr, BANDS: tl.constexpr,
@@ -401,14 +399,14 @@ def grad_key(q, k, v, g, qx, kx, vx, dk, dv, ls, delta, terms, z0, z1, z2, z3, z
     acc_v = tl.zeros([BN, BV], tl.float32)
     if SHARED:
         for h in range(hk * G, hk * G + G):
-            acc_k, acc_v = _key_head(acc_k, acc_v, q, k, v, g, qx, kx, vx, ls, delta, terms, zs, values, ys, out, dz,
+            acc_k, acc_v = _key_head(acc_k, acc_v, q, k, v, g, qx, kx, vx, stats, stat, pad, terms, zs, values, ys, out, dz,
                                      parts, vparts, rule, ranges, seed, sq, sk, sv, sg, sqx, skx, svx, c, inverse,
                                      drop, H, h0, heads, B, Tq, Tk, offset, lo, hi, left, right, batch, b, h, hk, j0,
                                      D, DV, BD, BV, BM, BN, UNIT, BANDS, VALUES, BAND, SIDES, SHIFT_Q, SHIFT_K,
                                      SHIFT_V, STORE, PARTS, RANGED, MASKED, ELEMENTWISE, DROPOUT, TMA, STAGES,
                                      BAND_STAGES)  # fmt: skip
     else:
-        acc_k, acc_v = _key_head(acc_k, acc_v, q, k, v, g, qx, kx, vx, ls, delta, terms, zs, values, ys, out, dz,
+        acc_k, acc_v = _key_head(acc_k, acc_v, q, k, v, g, qx, kx, vx, stats, stat, pad, terms, zs, values, ys, out, dz,
                                  parts, vparts, rule, ranges, seed, sq, sk, sv, sg, sqx, skx, svx, c, inverse, drop,
                                  H, h0, heads, B, Tq, Tk, offset, lo, hi, left, right, batch, b, hk, hk, j0, D, DV,
                                  BD, BV, BM, BN, UNIT, BANDS, VALUES, BAND, SIDES, SHIFT_Q, SHIFT_K, SHIFT_V, STORE,

@@ -7,21 +7,21 @@ row's gradient is then the sum over its columns' residues and its ends (reduce).
 import triton
 import triton.language as tl
 
-from .project import ends, stored
+from .project import ends, row_of, stored
 
 _RUNTIME = [
     "scale", "H", "G", "h0", "heads", "B", "rows", "others", "offset", "ahead", "behind", "shift", "cmin", "span",
-    "batch", "length", "R", "blocks", "T", "shared", "first", "last",
+    "batch", "length", "R", "blocks", "T", "origin", "step", "size",
 ]  # fmt: skip
 
 
 @triton.jit(do_not_specialize=_RUNTIME)
-def fold(dz, table, columns_of, acc, sums, out, ranges, th, tr, sa, so, left_row, right_row, scale, head, stride, H, G,
+def fold(dz, table, acc, sums, out, ranges, th, tr, origin, step, size, eh, er, end_table, sa, so, left_row, right_row, scale, head, stride, H, G,
          h0, heads, B, rows, others, offset, ahead, behind, shift, cmin, span, batch, D: tl.constexpr,
          BD: tl.constexpr, WM: tl.constexpr, WN: tl.constexpr, TM: tl.constexpr, CB: tl.constexpr,
          SIZE: tl.constexpr, RANGED: tl.constexpr, ACC: tl.constexpr, SUMS: tl.constexpr, SCALAR: tl.constexpr,
          STAGES: tl.constexpr):  # fmt: skip
-    """out_r = scale · (acc_r + Σ_column dz[r, column] · table[φ(column)] + Σ_side sums[side, r] · table[end]).
+    """out_r = scale · (acc_r + Σ_column dz[r, column] · table[row_of(column)] + Σ_side sums[side, r] · end_table[end]).
 
     The G heads that share a key head are summed, in order. SCALAR: the table's rows are numbers (D = 1).
     """
@@ -53,17 +53,18 @@ def fold(dz, table, columns_of, acc, sums, out, ranges, th, tr, sa, so, left_row
     for h in range(group * G, group * G + G):
         zrow = dz + tl.cast(b * heads + h - h0, tl.int64) * head + r.to(tl.int64) * stride
         rows_of_h = table + tl.cast(h, tl.int64) * th
+        ends_of_h = end_table + tl.cast(h, tl.int64) * eh
         for block in tl.range(bfrom, bto, num_stages=STAGES):
-            row = tl.load(columns_of + block * CB + cc - rho)
+            row = row_of(block * CB + cc - rho, origin, step, size)
             place = (first + 8 * t + (cmin + block * CB))[:, None] + cc[None, :]
             inside = (place >= lo[:, None]) & (place < hi[:, None])
             ds = tl.load(zrow[:, None] + place, mask=inside, other=0.0)
             if SCALAR:
-                value = tl.load(rows_of_h + row * tr, mask=row >= 0, other=0.0).to(tl.float32)
+                value = tl.load(rows_of_h + row * tr).to(tl.float32)
                 number += tl.sum(ds.to(tl.float32) * value[None, :], 1)
             else:
                 right_at = rows_of_h + row[:, None] * tr + d[None, :]
-                right = tl.load(right_at, mask=(row[:, None] >= 0) & (d[None, :] < D), other=0.0)
+                right = tl.load(right_at, mask=d[None, :] < D, other=0.0)
                 total = tl.dot(ds, right, total, input_precision="ieee")
         if SUMS:
             for side in tl.static_range(2):
@@ -73,9 +74,9 @@ def fold(dz, table, columns_of, acc, sums, out, ranges, th, tr, sa, so, left_row
                 sigma_at = tl.cast((side * B + b) * H + h, tl.int64) * rows + r
                 sigma = tl.load(sums + sigma_at, mask=r < rows, other=0.0)
                 if SCALAR:
-                    number += sigma * tl.load(rows_of_h + end * tr, mask=end >= 0, other=0.0).to(tl.float32)
+                    number += sigma * tl.load(ends_of_h + end * er, mask=end >= 0, other=0.0).to(tl.float32)
                 else:
-                    value = tl.load(rows_of_h + end * tr + d, mask=(end >= 0) & (d < D), other=0.0).to(tl.float32)
+                    value = tl.load(ends_of_h + end * er + d, mask=(end >= 0) & (d < D), other=0.0).to(tl.float32)
                     total += sigma[:, None] * value[None, :]
     to = out + tl.cast(b, tl.int64) * so[0] + tl.cast(group, tl.int64) * so[1] + r.to(tl.int64) * so[2]
     if SCALAR:
@@ -132,82 +133,67 @@ def collect(dz, x, out, ranges, sx, head, stride, H, G, h0, heads, B, rows, othe
 
 
 @triton.jit(do_not_specialize=_RUNTIME)
-def reduce(partial, order, starts, parts, sums, crossed, gate, scratch, grad, sgrad, sgate, left_row, right_row,
-           scale, H, h0, heads, B, length, R, T, blocks, shared, first, last, D: tl.constexpr, BD: tl.constexpr, N: tl.constexpr, SCALAR: tl.constexpr, GATED: tl.constexpr, ENDS: tl.constexpr,
+def reduce(partial, order, starts, parts, sums, crossed, gate, grad, sgrad, sgate, left_row, right_row,
+           scale, H, h0, heads, B, length, T, blocks, D: tl.constexpr, BD: tl.constexpr, N: tl.constexpr, SCALAR: tl.constexpr, GATED: tl.constexpr, ENDS: tl.constexpr,
            PARTS: tl.constexpr, CROSS: tl.constexpr):  # fmt: skip
     """grad[h, row] = scale · (Σ of the row's columns and residues + what the saturated sides add to end rows).
 
     PARTS: the sides' sums come as one vector a block of `blocks` (the second includes the first), CROSS: less
     Σ sums · Σ ends of the tables `crossed`, which the shifted factor had added; else they are Σ sums · gate, of T sums
-    a head. `shared` heads are summed into one table; `first` and `last` tell whether earlier and later launches add to
-    the same one through `scratch`.
+    a head.
     """
     row = tl.program_id(0)
-    head = tl.program_id(1)
+    local = tl.program_id(1)
+    h = h0 + local
     d = tl.arange(0, BD)
     n = tl.arange(0, N)
     total = tl.zeros([N, BD], tl.float32)
     number = tl.zeros([N], tl.float32)
     a = tl.load(starts + row)
     e = tl.load(starts + row + 1)
-    for local in range(head, head + tl.where(shared > 0, heads, 1)):
-        h = h0 + local
-        base = tl.cast(local, tl.int64) * 8 * length
-        for c in range(a, e, N // 8):
-            slot = c + n // 8
-            column = tl.load(order + slot, mask=slot < e, other=0)
-            place = base + (n % 8) * length + column + n % 8
-            if SCALAR:
-                number += tl.load(partial + place, mask=slot < e, other=0.0)
-            else:
-                total += tl.load(partial + place[:, None] * D + d[None, :],
-                                 mask=(slot < e)[:, None] & (d[None, :] < D), other=0.0)  # fmt: skip
-        if ENDS:
-            for side in tl.static_range(2):
-                end = left_row
-                if side == 1:
-                    end = right_row
-                if row == end:
-                    for b in range(0, B):
-                        bh = b * H + h
-                        if PARTS:
-                            for c in range(0, blocks, N):
-                                part = ((tl.cast(bh, tl.int64) * blocks + c + n) * 2 + side)[:, None] * D + d[None, :]
-                                inside = (c + n < blocks)[:, None] & (d[None, :] < D)
-                                value = tl.load(parts + part, mask=inside, other=0.0)
-                                if side == 1:
-                                    value -= tl.load(parts + part - D, mask=inside, other=0.0)
-                                total += value
-                        if SCALAR or CROSS:
-                            sigma = tl.zeros([N], tl.float32)
-                            for c in range(0, T, N):
-                                within = c + n < T
-                                sum_at = sums + tl.cast((side * B + b) * H + h, tl.int64) * T + c + n
-                                summed = tl.load(sum_at, mask=within, other=0.0)
-                                if GATED:
-                                    gate_at = gate + tl.cast(b, tl.int64) * sgate[0] + tl.cast(h, tl.int64) * sgate[1]
-                                    gate_at = gate_at + (c + n) * sgate[2]
-                                    summed *= tl.load(gate_at, mask=within, other=0.0).to(tl.float32)
-                                sigma += summed
-                            if SCALAR:
-                                number += sigma
-                            else:
-                                total -= sigma[:, None] * ends(crossed, h, d, D, side)[None, :]
-    to = grad + tl.cast(tl.where(shared > 0, 0, h0 + head), tl.int64) * sgrad[0] + row * sgrad[1]
+    base = tl.cast(local, tl.int64) * 8 * length
+    for c in range(a, e, N // 8):
+        slot = c + n // 8
+        column = tl.load(order + slot, mask=slot < e, other=0)
+        place = base + (n % 8) * length + column + n % 8
+        if SCALAR:
+            number += tl.load(partial + place, mask=slot < e, other=0.0)
+        else:
+            total += tl.load(partial + place[:, None] * D + d[None, :],
+                             mask=(slot < e)[:, None] & (d[None, :] < D), other=0.0)  # fmt: skip
+    if ENDS:
+        for side in tl.static_range(2):
+            end = left_row
+            if side == 1:
+                end = right_row
+            if row == end:
+                for b in range(0, B):
+                    bh = b * H + h
+                    if PARTS:
+                        for c in range(0, blocks, N):
+                            part = ((tl.cast(bh, tl.int64) * blocks + c + n) * 2 + side)[:, None] * D + d[None, :]
+                            inside = (c + n < blocks)[:, None] & (d[None, :] < D)
+                            value = tl.load(parts + part, mask=inside, other=0.0)
+                            if side == 1:
+                                value -= tl.load(parts + part - D, mask=inside, other=0.0)
+                            total += value
+                    if SCALAR or CROSS:
+                        sigma = tl.zeros([N], tl.float32)
+                        for c in range(0, T, N):
+                            within = c + n < T
+                            sum_at = sums + tl.cast((side * B + b) * H + h, tl.int64) * T + c + n
+                            summed = tl.load(sum_at, mask=within, other=0.0)
+                            if GATED:
+                                gate_at = gate + tl.cast(b, tl.int64) * sgate[0] + tl.cast(h, tl.int64) * sgate[1]
+                                gate_at = gate_at + (c + n) * sgate[2]
+                                summed *= tl.load(gate_at, mask=within, other=0.0).to(tl.float32)
+                            sigma += summed
+                        if SCALAR:
+                            number += sigma
+                        else:
+                            total -= sigma[:, None] * ends(crossed, h, d, D, side)[None, :]
+    to = grad + tl.cast(h, tl.int64) * sgrad[0] + row * sgrad[1]
     if SCALAR:
-        value = tl.sum(number, 0) * scale
-        if first == 0:
-            value += tl.load(scratch + row)
-        if last > 0:
-            tl.store(to, value.to(grad.dtype.element_ty))
-        else:
-            tl.store(scratch + row, value)
+        tl.store(to, (tl.sum(number, 0) * scale).to(grad.dtype.element_ty))
     else:
-        value = tl.sum(total, 0) * scale
-        at = scratch + row * D + d
-        if first == 0:
-            value += tl.load(at, mask=d < D, other=0.0)
-        if last > 0:
-            tl.store(to + d * sgrad[2], value.to(grad.dtype.element_ty), mask=d < D)
-        else:
-            tl.store(at, value, mask=d < D)
+        tl.store(to + d * sgrad[2], (tl.sum(total, 0) * scale).to(grad.dtype.element_ty), mask=d < D)

@@ -7,9 +7,10 @@ from functools import lru_cache
 import torch
 import triton
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..call import Call
-from .config import Tiles, backward_tiles, projection_tiles
+from .config import Tiles, backward_tiles, fold_tiles, projection_tiles
 from .core import grad_key, grad_query
 from .fold import collect, reduce
 from .launch import launch
@@ -59,6 +60,7 @@ class _Backward:
         self.sums = self._sums()
         self.tiles_q, self.tiles_k = self._tiles(False), self._tiles(True)
         self.shape = projection_tiles(max(L.BD, L.BV), L.bytes, L.Tk, L.sides)
+        self.fold_shape = fold_tiles(max(L.BD, L.BV), L.bytes)
 
     def _tiles(self, keyed: bool) -> Tiles:
         L = self.L
@@ -80,7 +82,7 @@ class _Backward:
             shifted(L, x, bool(t)) for x, t in ((L.q, self.qtables), (L.k, self.ktables), (L.v, self.vtables))
         )
         self.qx, self.kx, self.vx = qx, kx, vx
-        self.ls, self.delta = new(3, B, H, L.Tq), new(B, H, L.Tq)
+        self.stats = new(4, B * H, -(-L.Tq // 128) * 128)
         self.tma = L.limits.descriptors and all(s.describable for s in (L.q, L.k, L.v, self.g))
         self.blocks_q = triton.cdiv(L.Tq, self.tiles_q.queries)
         self.blocks_k = triton.cdiv(L.Tk, self.tiles_k.keys)
@@ -90,7 +92,8 @@ class _Backward:
         self.value_parts = new(B, H, self.blocks_k, 2, L.dv) if self.vtables else None
         self.dq32 = new(B, H, L.Tq, L.d) if self.own and self.need_q else None
         self.dk32 = new(B, L.Hk, L.Tk, L.d) if self.by_key and self.need_k else None
-        self.scratch = {n: new(*grad.shape[1:]) for n, grad in self.table.items() if grad.shape[0] == 1}
+        # A table that the heads share: its gradient by head first, then one sum in the heads' order.
+        self.by_head = {n: new(H, *grad.shape[1:]) for n, grad in self.table.items() if grad.shape[0] == 1}
 
         tile = (BLOCK, BLOCK)
         buffers = len([n for n in L.score if L.ports[n].kind != "scalar"]) + len(L.values)
@@ -98,16 +101,16 @@ class _Backward:
         head = max(L.geometry(False, tile).head, L.geometry(True, tile).head)
         heads = L.heads_at_once(buffers * B * head * L.bytes)
         self.shares = [(h0, min(heads, H - h0)) for h0 in range(0, H, heads)]
-        first = True
         for h0, share in self.shares:
-            self._share(h0, share, first)
-            first = False
+            self._share(h0, share)
+        for n, grads in self.by_head.items():
+            self.table[n].copy_(grads.sum(0, keepdim=True))
 
-    def _share(self, h0: int, heads: int, first: bool):
+    def _share(self, h0: int, heads: int):
         """Every step for query heads h0 … h0 + heads − 1 of all batches."""
         L = self.L
         made = project_scores(L, (BLOCK, BLOCK), h0, heads, self.shape)
-        if first:
+        if h0 == 0:
             self._prepare(made)
         values = {}
         for n in L.values:
@@ -119,24 +122,23 @@ class _Backward:
             self._key_pass(made, values, dz_k, h0, heads)
         if self.need_q or dz_q or self.parts_q or self.sums != "none":
             self._query_pass(made, values, dz_q, h0, heads)
-        last = (h0, heads) == self.shares[-1]
         keys = [n for n in L.score if L.ports[n].kind == "key"]
         for ports, dz, acc, out in ((self.own, dz_q, self.dq32, self.dq), (keys, dz_k, self.dk32, self.dk)):
             if acc is not None:
                 for n in ports:
                     to, scale = (out, L.call.scale) if n == ports[-1] else (acc, 1.0)
-                    fold_rows(L, n, dz, acc, None, to, scale, h0, heads, L.G if ports is keys else 1, self.shape)
+                    fold_rows(L, n, dz, acc, None, to, scale, h0, heads, L.G if ports is keys else 1, self.fold_shape)
         for n, grad in self.left.items():
             scalar = L.ports[n].kind == "scalar"
             sums = self.sum_buffer if self.sums == "row" and L.sides and max(L.ends[n]) >= 0 else None
             out = grad.unsqueeze(-1) if scalar else grad
-            fold_rows(L, n, dz_q, None, sums, out, 1.0 if scalar else L.call.scale, h0, heads, 1, self.shape)
+            fold_rows(L, n, dz_q, None, sums, out, 1.0 if scalar else L.call.scale, h0, heads, 1, self.fold_shape)
         P = None
         if self.by_value:
             P = store_probabilities(L, made, self.lse, self.tiles_q, h0, heads, self.tma)
         sources = {"scalar": dz_q, "query": dz_q, "key": dz_k, "value": P}
         for n in self.table:
-            self._table(n, sources[L.ports[n].kind], h0, heads, first, last)
+            self._table(n, sources[L.ports[n].kind], h0, heads)
 
     def _prepare(self, made: dict):
         L = self.L
@@ -144,7 +146,7 @@ class _Backward:
         loose = {n: m for n, m in made.items() if n not in self.own and L.ports[n].kind != "key"} if L.sides else {}
         functions, terms, _ = terms_of(L, loose, self.tiles_q, False)
         prepare_rows(
-            L, self.qx, self.kx, self.vx, (self.g, self.o, self.lse, self.dlse, self.ls, self.delta), self.qtables,
+            L, self.qx, self.kx, self.vx, (self.g, self.o, self.lse, self.dlse, self.stats), self.qtables,
             self.ktables, self.vtables, functions, terms,
         )  # fmt: skip
 
@@ -185,6 +187,12 @@ class _Backward:
                    (self.kx, n, L.BD), (self.vx, n, L.BV))  # fmt: skip
         return [x(rows, width, self.tma) for x, rows, width in sources], [x.strides for x, _, _ in sources]
 
+    def _statistics(self, tiles: Tiles):
+        """The prepared statistics, their descriptor, and the length of their padded rows."""
+        rows, length = self.stats.shape[0] * self.stats.shape[1], self.stats.shape[2]
+        z = TensorDescriptor(self.stats, [rows, length], [length, 1], [1, tiles.queries]) if self.tma else None
+        return self.stats, z, length
+
     def _query_pass(self, made, values, dz, h0, heads):
         L, tiles = self.L, self.tiles_q
         bands, middle = self._shared_args(made, values, dz, tiles, False)
@@ -193,7 +201,7 @@ class _Backward:
         if not self.need_q:
             out = torch.empty(L.B, L.H, L.Tq, L.d, dtype=L.dtype, device=L.device)
         launch(
-            grad_query, (self.blocks_q * L.B * heads,), *rows, out, self.ls, self.delta, *middle, self.sum_buffer,
+            grad_query, (self.blocks_q * L.B * heads,), *rows, out, *self._statistics(tiles), *middle, self.sum_buffer,
             L.anchor if self.query_parts is None else self.query_parts, L.mask.rule, L.mask.queries, L.seed, *strides,
             out.stride()[:3], L.c, tau, *self._sizes(h0, heads), STORE=dz is not None, SUMS=self.sums,
             PARTS=self.parts_q, MASKED=L.masked(max(BLOCK, tiles.keys)), **self._meta(bands, tiles),
@@ -209,20 +217,21 @@ class _Backward:
         dv = self.dv if self.need_v else spare(L.dv)
         parts = [L.anchor if p is None else p for p in (self.key_parts, self.value_parts)]
         launch(
-            grad_key, (self.blocks_k * L.B * (heads // L.G),), *rows, dk, dv, self.ls, self.delta, *middle, *parts,
+            grad_key, (self.blocks_k * L.B * (heads // L.G),), *rows, dk, dv, *self._statistics(tiles), *middle, *parts,
             L.mask.rule, L.mask.keys, L.seed, *strides, dk.stride()[:3], dv.stride()[:3], L.c, tau,
             *self._sizes(h0, heads), STORE=dz is not None, PARTS=self.parts_k, SHARED=L.G > 1, MASKED=L.masked(),
             **self._meta(bands, tiles),
         )  # fmt: skip
 
-    def _table(self, n: int, dz: Buffer, h0: int, heads: int, first: bool, last: bool):
+    def _table(self, n: int, dz: Buffer, h0: int, heads: int):
         """The gradient of port n's table, from the buffer of dS (or P) that its kind reads."""
-        L, g, port, grad = self.L, dz.geometry, self.L.ports[n], self.table[n]
+        L, g, port = self.L, dz.geometry, self.L.ports[n]
+        grad = self.by_head.get(n, self.table[n])
         scalar = port.kind == "scalar"
         x = {"scalar": L.lefts[n], "query": L.lefts[n], "key": L.k, "value": self.g}[port.kind]
         group = L.G if port.kind == "key" else 1
         width = 1 if scalar else grad.shape[2]
-        TM, CB, warps, stages = self.shape
+        TM, CB, warps, stages = self.fold_shape
         length = -(-(g.last - g.first + 8) // CB) * CB
         partial = torch.empty(heads, 8, length, width, dtype=torch.float32, device=L.device)
         offset, ahead, behind = L.band_args(g)
@@ -237,16 +246,14 @@ class _Backward:
         left, right = L.ends[n]
         ended = L.sides and max(left, right) >= 0
         parts, blocks, crossed = self._end_parts(n) if ended and not scalar else (L.anchor, 0, ())
-        shared = grad.shape[0] == 1
         gate = x if scalar else None
         launch(
-            reduce, (grad.shape[1], 1 if shared else heads), partial, order, starts, parts, self.sum_buffer, crossed,
-            L.anchor if gate is None else gate.x, self.scratch.get(n, self.sum_buffer), grad,
-            (*grad.stride(), 1)[:3], (0, 0, 0) if gate is None else gate.strides, left, right,
-            1.0 if port.kind in ("scalar", "value") else L.call.scale, L.H, h0, heads, L.B, length, grad.shape[1],
-            self.sum_buffer.shape[-1], blocks, int(shared), int(first or not shared), int(last or not shared), D=width,
-            BD=padded(width), N=256 if scalar else 32, SCALAR=scalar, GATED=gate is not None, ENDS=ended,
-            PARTS=ended and not scalar, CROSS=bool(crossed), num_warps=4 if scalar else 2,
+            reduce, (grad.shape[1], heads), partial, order, starts, parts, self.sum_buffer, crossed,
+            L.anchor if gate is None else gate.x, grad, (*grad.stride(), 1)[:3],
+            (0, 0, 0) if gate is None else gate.strides, left, right,
+            1.0 if port.kind in ("scalar", "value") else L.call.scale, L.H, h0, heads, L.B, length,
+            self.sum_buffer.shape[-1], blocks, D=width, BD=padded(width), N=256 if scalar else 64, SCALAR=scalar,
+            GATED=gate is not None, ENDS=ended, PARTS=ended and not scalar, CROSS=bool(crossed), num_warps=4,
         )  # fmt: skip
 
     def _end_parts(self, n: int):

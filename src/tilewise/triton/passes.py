@@ -7,7 +7,7 @@ import triton
 from torch import Tensor
 
 from ..call import Call
-from .config import Tiles, backward_tiles, forward_tiles, projection_tiles
+from .config import Tiles, backward_tiles, fold_tiles, forward_tiles, projection_tiles
 from .core import attend, probabilities
 from .fold import fold
 from .launch import launch
@@ -66,13 +66,14 @@ def shifted(L: Layout, x: Source, wanted: bool) -> Source:
 
 
 def prepare_rows(L, qx, kx, vx, grads, qtables, ktables, vtables, functions=(), terms=()) -> None:
-    """Launch :func:`.project.prepare`. grads: (do, o, lse, dlse, ls, delta), or None before the forward pass."""
-    do, o, lse, dlse, ls, delta = grads or (L.q, L.q, L.anchor, None, L.anchor, L.anchor)
+    """Launch :func:`.project.prepare`. grads: (do, o, lse, dlse, stats), or None before the forward pass."""
+    do, o, lse, dlse, stats = grads or (L.q, L.q, L.anchor, None, L.anchor)
+    pad = stats.shape[-1] if grads else L.Tq
     keyed = bool(ktables or vtables)
-    blocks = triton.cdiv(max(L.Tq, L.Tk), 64)
+    blocks = triton.cdiv(max(pad, L.Tk), 64)
     launch(
         prepare, (blocks * L.B * L.H, 2 if keyed else 1), L.q.x, L.k.x, L.v.x, do.x, o.x, lse,
-        L.anchor if dlse is None else dlse, qx.x, (kx or qx).x, vx.x, ls, delta, terms, qtables, ktables, vtables,
+        L.anchor if dlse is None else dlse, qx.x, (kx or qx).x, vx.x, stats, pad, terms, qtables, ktables, vtables,
         L.q.strides, L.k.strides, L.v.strides, do.strides, o.strides, (0, 0, 0) if dlse is None else dlse.stride(), L.c,
         L.H, L.G, L.B, L.Tq, L.Tk, D=L.d, DV=L.dv, BD=L.BD, BV=L.BV, N=64, EDGES=tuple(f[1] for f in functions),
         SIDES=L.sides, SHIFT_Q=bool(qtables), SHIFT_K=bool(ktables), SHIFT_V=bool(vtables), GRADS=grads is not None,
@@ -129,19 +130,18 @@ def store_probabilities(L: Layout, made: dict, lse: Tensor, tiles: Tiles, h0: in
 
 def fold_rows(L, n, buffer, acc, sums, out, scale, h0, heads, group, shape) -> None:
     """out = scale · (acc + buffer · table of port n + sums · its end rows), by rows of the buffer's geometry."""
-    g, table = buffer.geometry, L.tables[n]
+    g, at, table = buffer.geometry, L.lookup(n, buffer.geometry), L.tables[n]
     scalar = table.dim() == 2
     TM, CB, warps, stages = shape
-    columns, span = L.columns(n, g, CB)
     offset, ahead, behind = L.band_args(g)
-    width = 1 if scalar else table.shape[2]
+    width = at.table.shape[2]
     left, right = L.ends[n]
     launch(
-        fold, (8 * triton.cdiv(g.rows, 8 * TM) * L.B * (heads // group),), buffer.memory, table, columns,
-        out if acc is None else acc, L.anchor if sums is None else sums, out, L.ranges(g.keyed), L.head_stride(n),
-        table.stride(1), (0, 0, 0) if acc is None else acc.stride()[:3], out.stride()[:3], left, right, scale, g.head,
-        g.stride, L.H, group, h0, heads, L.B, g.rows, g.others, offset, ahead, behind, g.shift, g.first, span,
-        L.mask.batch, D=width, BD=padded(width), WM=BLOCK, WN=BLOCK, TM=TM, CB=CB, SIZE=BLOCK,
+        fold, (8 * triton.cdiv(g.rows, 8 * TM) * L.B * (heads // group),), buffer.memory, at.table,
+        out if acc is None else acc, L.anchor if sums is None else sums, out, L.ranges(g.keyed), *at.args,
+        L.head_stride(n), table.stride(1), table, (0, 0, 0) if acc is None else acc.stride()[:3], out.stride()[:3],
+        left, right, scale, g.head, g.stride, L.H, group, h0, heads, L.B, g.rows, g.others, offset, ahead, behind,
+        g.shift, g.first, g.span, L.mask.batch, D=width, BD=padded(width), WM=BLOCK, WN=BLOCK, TM=TM, CB=CB, SIZE=BLOCK,
         RANGED=L.mask.ranged, ACC=acc is not None, SUMS=sums is not None, SCALAR=scalar, STAGES=stages,
         num_warps=warps,
     )  # fmt: skip
@@ -158,4 +158,4 @@ def _fold_values(L: Layout, out: Tensor, o: Tensor, lse: Tensor, shape, tma: boo
         P = store_probabilities(L, made, lse, tiles, h0, share, tma)
         for n in L.values:
             last = n == L.values[-1]
-            fold_rows(L, n, P, out, None, o if last else out, 1.0, h0, share, 1, shape)
+            fold_rows(L, n, P, out, None, o if last else out, 1.0, h0, share, 1, fold_tiles(max(L.BD, L.BV), L.bytes))

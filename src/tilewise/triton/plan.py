@@ -16,7 +16,7 @@ from ..terms import Port
 from .config import Limits, Tiles
 from .launch import launch
 from .masks import BLOCK, Masking, dropping
-from .project import project, toeplitz
+from .project import expand, project, toeplitz
 from .terms import (
     FAR,
     LOG2E,
@@ -99,6 +99,22 @@ class Buffer:
 
 
 @dataclass
+class Lookup:
+    """A table and which of its rows a column reads: origin + step · (column − first), cut to [0, size)."""
+
+    table: Tensor
+    head: int
+    row: int
+    origin: int
+    step: int
+    size: int
+
+    @property
+    def args(self) -> tuple[int, ...]:
+        return self.head, self.row, self.origin, self.step, self.size
+
+
+@dataclass
 class Slab:
     """A Toeplitz slab [heads, BLOCK, width]: entry (a, w) belongs to offset a − w + shift."""
 
@@ -134,6 +150,7 @@ class Layout:
         self.kinds = frozenset(p.kind for p in self.ports)
         self.tables = [_table(p, self.dtype) for p in self.ports]
         self.lefts = [self._left(p) for p in self.ports]
+        self.lookups: dict = {}
         self.ends = [end_rows(p.rows) for p in self.ports]
         self.anchor = call.q
         self.mask = Masking(call.mask, self.B, self.Tq, self.Tk, call.offset, self.anchor_int)
@@ -205,24 +222,45 @@ class Layout:
     def ranges(self, keyed: bool) -> Tensor:
         return self.mask.keys if keyed else self.mask.queries
 
-    def columns(self, n: int, g: Geometry, block: int) -> tuple[Tensor, int]:
-        """φ of port n at the columns of g from g.first on, with 8 more before, and how many whole blocks hold them."""
-        span = -(-(g.last - g.first + 8) // block) * block
-        return column_rows(self.ports[n].rows, g, g.first - 8, g.first + span, self.device)[8:], span
+    def lookup(self, n: int, g: Geometry) -> Lookup:
+        """How kernels find port n's table row of a column of g; made once a call."""
+        if (n, g) not in self.lookups:
+            self.lookups[n, g] = self._lookup(n, g)
+        return self.lookups[n, g]
+
+    def _lookup(self, n: int, g: Geometry) -> Lookup:
+        rows, table = self.ports[n].rows, self.tables[n]
+        table = table.unsqueeze(-1) if table.dim() == 2 else table
+        heads = 0 if table.shape[0] == 1 else table.stride(0)
+        # δ = start + step · (column − first)
+        start, step = (g.first - g.top, 1) if g.keyed else (g.top - g.first, -1)
+        if rows.kind in ("identity", "clipped"):
+            descending = rows.params[-1]
+            zero = -rows.params[0] if rows.kind == "identity" else rows.params[0]
+            zero = zero + rows.size - 1 if descending else zero
+            sign = -1 if descending else 1
+            return Lookup(table, heads, table.stride(1), sign * (start - zero), sign * step, rows.size)
+        columns = g.span + 8
+        phi = column_rows(rows, g, g.first - 8, g.first + g.span, self.device)
+        width = table.shape[2]
+        out = torch.empty(table.shape[0], columns, width, dtype=table.dtype, device=self.device)
+        launch(
+            expand, (triton.cdiv(columns, 64), table.shape[0]), table, phi, out, heads, table.stride(1), columns,
+            D=width, BD=padded(width), N=64, num_warps=4,
+        )  # fmt: skip
+        return Lookup(out, 0 if out.shape[0] == 1 else out.stride(0), out.stride(1), 8, 1, columns)
 
     def project(self, n: int, x: Source, group: int, buffer: Buffer, scale: float, h0: int, heads: int, tile, shape):
         """Port n's projection of x (rows of one head in `group`) into the buffer, for heads h0 … h0 + heads − 1."""
-        g, table = buffer.geometry, self.tables[n]
+        g, at = buffer.geometry, self.lookup(n, buffer.geometry)
         TM, CB, warps, stages = shape
-        columns, span = self.columns(n, g, CB)
         offset, ahead, behind = self.band_args(g)
-        width = table.shape[2]
+        width = at.table.shape[2]
         launch(
-            project, (8 * triton.cdiv(g.rows, 8 * TM) * buffer.n,), x.x, table, columns, buffer.memory,
-            self.ranges(g.keyed), x.strides, self.head_stride(n), table.stride(1), scale, g.head, g.stride, self.H,
-            group, h0, heads, g.rows, g.others, offset, ahead, behind, g.shift, g.first, span, self.mask.batch,
-            D=width, BD=padded(width), WM=tile[0], WN=tile[1], TM=TM, CB=CB, SIZE=BLOCK, RANGED=self.mask.ranged,
-            STAGES=stages, num_warps=warps,
+            project, (8 * triton.cdiv(g.rows, 8 * TM) * buffer.n,), x.x, at.table, buffer.memory, self.ranges(g.keyed),
+            x.strides, *at.args, scale, g.head, g.stride, self.H, group, h0, heads, g.rows, g.others, offset, ahead,
+            behind, g.shift, g.first, g.span, self.mask.batch, D=width, BD=padded(width), WM=tile[0], WN=tile[1],
+            TM=TM, CB=CB, SIZE=BLOCK, RANGED=self.mask.ranged, STAGES=stages, num_warps=warps,
         )  # fmt: skip
 
     def slab(self, n: int, block: tuple[int, int]) -> Slab:

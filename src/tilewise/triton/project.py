@@ -2,7 +2,8 @@
 
 Rows of a projection are taken by residue: a tile has rows r ≡ ρ (mod 8), and its columns start at −ρ. Entry (r, column)
 then lies at a multiple of 8 plus the column's place in its chunk, so every access is 16 bytes wide although the buffer
-is skewed. Table rows are gathered by the column's φ, so no table is ever expanded.
+is skewed. A column's table row is an affine function of the column, cut to the table; maps of another form are first
+expanded to such a table.
 """
 
 import triton
@@ -12,7 +13,7 @@ from .tiles import load_rows
 
 _RUNTIME = [
     "scale", "H", "G", "h0", "heads", "B", "rows", "others", "offset", "ahead", "behind", "shift", "cmin", "columns",
-    "batch", "Tq", "Tk", "cross", "span",
+    "batch", "Tq", "Tk", "span", "origin", "step", "size",
 ]  # fmt: skip
 
 
@@ -46,12 +47,31 @@ def stored(r, ranges, batch, b, rows, others, offset, ahead, behind, shift, WM: 
     return (a + shift) // 16 * 16, (e + shift) // 16 * 16
 
 
+@triton.jit
+def row_of(column, origin, step, size):
+    """The table row of a column (counted from cmin): affine, cut to the table."""
+    return tl.minimum(tl.maximum(origin + step * column, 0), size - 1)
+
+
+@triton.jit(do_not_specialize=["R", "columns"])
+def expand(table, rows_of, out, th, tr, columns, D: tl.constexpr, BD: tl.constexpr, N: tl.constexpr):
+    """out[h, column] = table[h, rows_of[column]], 0 where there is no row; out is contiguous."""
+    column = tl.program_id(0) * N + tl.arange(0, N)
+    h = tl.program_id(1)
+    d = tl.arange(0, BD)
+    row = tl.load(rows_of + column, mask=column < columns, other=-1)
+    at = table + h * th + row[:, None] * tr + d[None, :]
+    value = tl.load(at, mask=(row[:, None] >= 0) & (d[None, :] < D), other=0.0)
+    to = out + (tl.cast(h, tl.int64) * columns + column[:, None]) * D + d[None, :]
+    tl.store(to, value, mask=(column[:, None] < columns) & (d[None, :] < D))
+
+
 @triton.jit(do_not_specialize=_RUNTIME)
-def project(x, table, columns_of, z, ranges, sx, th, tr, scale, head, stride, H, G, h0, heads, rows, others, offset,
+def project(x, table, z, ranges, sx, th, tr, origin, step, size, scale, head, stride, H, G, h0, heads, rows, others, offset,
             ahead, behind, shift, cmin, span, batch, D: tl.constexpr, BD: tl.constexpr, WM: tl.constexpr,
             WN: tl.constexpr, TM: tl.constexpr, CB: tl.constexpr, SIZE: tl.constexpr, RANGED: tl.constexpr,
             STAGES: tl.constexpr):  # fmt: skip
-    """z[r, column] = scale · x_r · table[φ(column)], in the skewed layout: program (tile, residue), batch·heads."""
+    """z[r, column] = scale · x_r · table[row_of(column)], skewed: program (tile, residue), batch·heads."""
     tiles = (rows + 8 * TM - 1) // (8 * TM) * 8
     pid = tl.program_id(0) % tiles
     n = tl.program_id(0) // tiles
@@ -77,12 +97,11 @@ def project(x, table, columns_of, z, ranges, sx, th, tr, scale, head, stride, H,
     zrow = z + tl.cast(n, tl.int64) * head + r.to(tl.int64) * stride
     table = table + tl.cast(h, tl.int64) * th
     for block in tl.range(bfrom, bto, num_stages=STAGES):
-        column = block * CB + cc - rho
-        row = tl.load(columns_of + column)
-        right = tl.load(table + row[None, :] * tr + d[:, None], mask=(row[None, :] >= 0) & (d[:, None] < D), other=0.0)
+        row = row_of(block * CB + cc - rho, origin, step, size)
+        right = tl.load(table + row[None, :] * tr + d[:, None], mask=d[:, None] < D, other=0.0)
         value = tl.dot(left, right, input_precision="ieee") * scale
         if z.dtype.element_ty == tl.float16:
-            value = tl.minimum(tl.maximum(value, -65504.0), 65504.0)
+            value = tl.clamp(value, -65504.0, 65504.0)
         place = (first + 8 * t + (cmin + block * CB))[:, None] + cc[None, :]
         # `first`, 8·t and cmin are multiples of 8; lo and hi of 16: whole chunks are stored or not.
         inside = (place >= lo[:, None]) & (place < hi[:, None])
@@ -100,7 +119,7 @@ def toeplitz(table, rows_of, slab, th, tr, width, shift, low, high, N: tl.conste
     value = tl.load(table + h * th + row * tr, mask=row >= 0, other=0.0)
     value = value.to(tl.float32)
     if slab.dtype.element_ty == tl.float16:
-        value = tl.minimum(tl.maximum(value, -65504.0), 65504.0)
+        value = tl.clamp(value, -65504.0, 65504.0)
     width = width // CB * CB
     at = slab + tl.cast(h, tl.int64) * N * width + a[:, None] * width + w[None, :]
     tl.store(at, value.to(slab.dtype.element_ty))
@@ -133,16 +152,17 @@ def _shift(x, sx, out, tables, b, h, hk, first, T, B, H, D: tl.constexpr, W: tl.
 
 
 @triton.jit(do_not_specialize=_RUNTIME)
-def prepare(q, k, v, g, o, lse, dlse, qx, kx, vx, ls, delta, terms, qtables, ktables, vtables, sq, sk, sv, sg, so, sl,
+def prepare(q, k, v, g, o, lse, dlse, qx, kx, vx, stats, pad, terms, qtables, ktables, vtables, sq, sk, sv, sg, so, sl,
             scale, H, G, B, Tq, Tk, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr,
             N: tl.constexpr, EDGES: tl.constexpr, SIDES: tl.constexpr, SHIFT_Q: tl.constexpr, SHIFT_K: tl.constexpr,
             SHIFT_V: tl.constexpr, GRADS: tl.constexpr, DLSE: tl.constexpr):  # fmt: skip
     """Everything that is once a row: shifted q, k, v; Δ = rowsum(dO∘O) − dlse; and lse in log2 units, three times.
 
-    The second and third lse belong to the saturated sides: less what the terms add to a row there, so that the
-    backward's saturated loops see nothing of the terms. Terms that act on both shifted factors counted p·p twice.
+    stats holds [lse of the band, lse of either saturated side, Δ] by [head, query], rows padded to `pad`. A side's lse
+    is less what the terms add to a row there, so that the backward's saturated loops see nothing of the terms; shifting
+    both factors counted the product of the shifts, which comes off too. Padding has lse = +∞: P = 0.
     """
-    blocks = (tl.maximum(Tq, Tk) + N - 1) // N
+    blocks = (tl.maximum(pad, Tk) + N - 1) // N
     first = tl.program_id(0) % blocks * N
     bh = tl.program_id(0) // blocks
     b = bh // H
@@ -152,19 +172,19 @@ def prepare(q, k, v, g, o, lse, dlse, qx, kx, vx, ls, delta, terms, qtables, kta
             _shift(q, sq, qx, qtables, b, h, h, first, Tq, B, H, D, BD, N)
         if GRADS:
             i = first + tl.arange(0, N)
-            at = tl.cast(bh, tl.int64) * Tq + i
-            plane = tl.cast(B * H, tl.int64) * Tq
+            plane = tl.cast(B * H, tl.int64) * pad
+            at = stats + tl.cast(bh, tl.int64) * pad + i
             product = load_rows(o, so, b, h, first, Tq, DV, N, BV, False).to(tl.float32)
             product *= load_rows(g, sg, b, h, first, Tq, DV, N, BV, False).to(tl.float32)
             dl = tl.sum(product, 1)
             if DLSE:
                 at_l = dlse + tl.cast(b, tl.int64) * sl[0] + tl.cast(h, tl.int64) * sl[1] + i * sl[2]
                 dl -= tl.load(at_l, mask=i < Tq, other=0.0).to(tl.float32)
-            tl.store(delta + at, dl, mask=i < Tq)
-            # A row that saw no key gets P = 0 from lse = +∞.
-            log2 = tl.load(lse + at, mask=i < Tq, other=0.0)
+            tl.store(at + 3 * plane, dl, mask=i < pad)
+            # A row that saw no key gets P = 0 from lse = +∞, too.
+            log2 = tl.load(lse + tl.cast(bh, tl.int64) * Tq + i, mask=i < Tq, other=float("-inf"))
             log2 = tl.where(log2 == float("-inf"), float("inf"), log2 * 1.4426950408889634)
-            tl.store(ls + at, log2, mask=i < Tq)
+            tl.store(at, log2, mask=i < pad)
             for side in tl.static_range(2):
                 value = log2
                 if SIDES:
@@ -173,7 +193,7 @@ def prepare(q, k, v, g, o, lse, dlse, qx, kx, vx, ls, delta, terms, qtables, kta
                     if SHIFT_Q and SHIFT_K:
                         d = tl.arange(0, BD)
                         value += tl.sum(ends(qtables, h, d, D, side) * ends(ktables, h, d, D, side), 0) * scale
-                tl.store(ls + (side + 1) * plane + at, value, mask=i < Tq)
+                tl.store(at + (side + 1) * plane, value, mask=i < pad)
     else:
         if SHIFT_K:
             _shift(k, sk, kx, ktables, b, h, h // G, first, Tk, B, H, D, BD, N)

@@ -193,6 +193,11 @@ class Geometry:
         """Columns of the strided view: whole blocks of 64, so a ragged tile is stored completely."""
         return -(-self.others // 64) * 64 + self.shift
 
+    @property
+    def span(self) -> int:
+        """Columns from `first` on in whole blocks of 256, with room for the residues' shift."""
+        return -(-(self.last - self.first + 8) // 256) * 256
+
     def offsets(self, first: int, last: int, device: torch.device) -> torch.Tensor:
         """δ of the columns first … last − 1, cut to what the lengths allow."""
         column = torch.arange(first, last, device=device)

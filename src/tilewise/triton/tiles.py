@@ -59,3 +59,16 @@ def store_skewed(buffer, z, n, row, x, T, tile, N: tl.constexpr, M: tl.constexpr
         at = buffer.z + tl.cast(n, tl.int64) * buffer.head + r.to(tl.int64)[:, None] * buffer.stride + o[None, :]
         inside = (r[:, None] < T) & (o[None, :] >= 0) & (o[None, :] < buffer.width)
         tl.store(at, tile, mask=inside)
+
+
+@triton.jit
+def load_statistics(x, z, plane, n, first, heads, length, N: tl.constexpr, TMA: tl.constexpr):
+    """Entries first … first + N − 1 of row (plane, n) of statistics [planes, heads, length]; length a multiple of 128.
+
+    A descriptor moves them with one instruction, where pointer loads copy them once for every row of the tile.
+    """
+    if TMA:
+        tile = tl.reshape(z.load([plane * heads + n, first]), (N,))
+    else:
+        tile = tl.load(x + tl.cast(plane * heads + n, tl.int64) * length + first + tl.arange(0, N))
+    return tile
