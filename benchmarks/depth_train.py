@@ -39,7 +39,7 @@ class MixedDecoder(Decoder):
         if self.dtype == torch.float32:
             return super().loss(tokens)
         with torch.autocast(tokens.device.type, self.dtype):
-            return super().loss(tokens, residual=lambda x: self.residual(x.to(self.dtype)))
+            return super().loss(tokens, residual=lambda x, norms: self.residual(x.to(self.dtype), norms=norms))
 
 
 def variants(

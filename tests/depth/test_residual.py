@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from tilewise.depth import Schedule
+from tilewise.depth import InferenceState, Schedule
 from tilewise.nn import (
     AttnRes,
     Decoder,
@@ -162,6 +162,7 @@ def test_shared_reads_take_the_norms_that_were_given():
     assert type(stream).__name__ == "SharedStream"
     with pytest.raises(ValueError, match=r"norms\[0\], expected the same one"):
         stream.read(0, torch.ones(8))
+    stream = residual(torch.zeros(3, 8), norms=norms)
     stream.read(0, norms[0])
     with pytest.raises(ValueError, match=r"found read\(0\), expected write\(0, ...\)"):
         stream.read(0)
@@ -171,6 +172,26 @@ def test_shared_reads_take_the_norms_that_were_given():
         assert type(residual(torch.zeros(3, 8), norms=norms)).__name__ == "Stream"
     full = AttnRes(8, Schedule.full_attention(4))
     assert type(full(torch.zeros(3, 8), norms=norms)).__name__ == "Stream"
+
+
+def test_norms_given_at_the_start_hold_in_every_kind_of_stream():
+    block, full = AttnRes(8, Schedule.block(5, 2)), AttnRes(8, Schedule.full_attention(5))
+    norms, x = torch.randn(5, 8).unbind(0), torch.randn(3, 8)
+    for residual in (block, full):
+        nn.init.normal_(residual.query)
+    states = [InferenceState(r.schedule, r.reads(), max_tokens=3) for r in (block, full)]
+    for make in (block, full, StandardResidual(5), *states):
+        for context in (torch.no_grad(), torch.enable_grad()):
+            outputs = []
+            for early in (True, False):
+                with context:
+                    stream = make(x, norms=norms) if early else make(x)
+                    for l in range(5):
+                        stream.write(l, torch.sin(stream.read(l) if early else stream.read(l, norms[l])))
+                    outputs.append(stream.output())
+            torch.testing.assert_close(*outputs)
+        with pytest.raises(ValueError, match=r"norms\[0\], expected the same one"):
+            make(x, norms=norms).read(0, torch.ones(8))
 
 
 def test_shared_reads_hand_over_to_a_plain_stream_inside_a_block():

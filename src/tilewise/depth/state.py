@@ -118,12 +118,11 @@ class InferenceState:
 
         Args:
             embedding: `[..., d]`, in the bank's dtype.
-            norms: of no use here; the reads are given their norms one by one.
+            norms: the weights of all input norms, if they are known now; `read(l)` then returns the normalised input.
 
         Raises:
             ValueError: more tokens than the bank holds, or another dtype or device.
         """
-        del norms
         if embedding.dtype != self.bank.dtype or embedding.device != self.bank.device:
             raise ValueError(
                 f"embedding: found {embedding.dtype} on {embedding.device}, expected {self.bank.dtype} on "
@@ -131,7 +130,7 @@ class InferenceState:
             )
         stored = self.store(0, embedding)
         self.steps += 1
-        return InferenceStream(self, stored, self.steps)
+        return InferenceStream(self, stored, self.steps, norms)
 
     def store(self, number: int, value: Tensor) -> Tensor:
         """Copy a source into its slot, unless it lies there already."""
@@ -144,8 +143,10 @@ class InferenceState:
 class InferenceStream:
     """One step of inference with the face of :class:`tilewise.nn.Stream`; made by calling :class:`InferenceState`."""
 
-    def __init__(self, owner: InferenceState, embedding: Tensor, step: int) -> None:
-        self._owner, self._step = owner, step
+    def __init__(
+        self, owner: InferenceState, embedding: Tensor, step: int, norms: Sequence[Tensor] | None = None
+    ) -> None:
+        self._owner, self._step, self._norms = owner, step, norms
         self._shape, self._tokens = embedding.shape, embedding.shape[:-1].numel()
         self._prefix: Tensor | None = None
         self._update: Tensor | None = None
@@ -160,9 +161,11 @@ class InferenceStream:
         """Input of sublayer l; with `norm_weight` after its RMSNorm.
 
         Raises:
-            ValueError: l is not the next sublayer, a later step has begun, or the weight is not `[d]`.
+            ValueError: l is not the next sublayer, a later step has begun, or the weight is not `[d]`, or another one
+                than at the start.
         """
         self._check(f"read({sublayer})", sublayer == self.position and (sublayer == 0 or self._update is not None))
+        norm_weight = functional.chosen_norm(self._norms, sublayer, norm_weight)
         self._check_weight(norm_weight)
         self.position += 1
         if self._owner.schedule.full:

@@ -6,7 +6,7 @@ nested tuple does. :class:`tilewise.nn.Stream` is the mutable face of these func
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -23,7 +23,7 @@ from tilewise.depth.functional import (
 )
 from tilewise.depth.schedule import Schedule, Visit
 
-__all__ = ["Reads", "State", "begin", "finish", "output", "read", "total", "write"]
+__all__ = ["Reads", "State", "begin", "chosen_norm", "finish", "output", "read", "total", "write"]
 
 
 class State(NamedTuple):
@@ -74,6 +74,19 @@ class Reads(NamedTuple):
     def row(self, sublayer: int) -> tuple[Tensor, Tensor]:
         """(w, g) of one sublayer."""
         return self.query[sublayer - self.first], self.key_weight[sublayer - self.first]
+
+
+def chosen_norm(norms: Sequence[Tensor] | None, sublayer: int, weight: Tensor | None) -> Tensor | None:
+    """The norm weight of a read: the one given at the start of the stream, which the read may repeat, or its own.
+
+    Raises:
+        ValueError: another tensor than was given at the start.
+    """
+    if norms is None:
+        return weight
+    if weight is not None and weight is not norms[sublayer]:
+        raise ValueError(f"norm_weight: found another tensor than norms[{sublayer}], expected the same one")
+    return norms[sublayer]
 
 
 def begin(embedding: Tensor) -> State:

@@ -191,7 +191,7 @@ class Decoder(nn.Module):
         tokens: Tensor,
         cache: KVCache | None = None,
         *,
-        residual: Callable[[Tensor], Stream] | None = None,
+        residual: Callable[..., Stream] | None = None,
         recompute: bool = False,
     ) -> Tensor:
         """Logits `[B, T, vocab]`.
@@ -199,20 +199,17 @@ class Decoder(nn.Module):
         Args:
             tokens: `[B, T]`.
             cache: keys and values of earlier tokens; this call appends its own. Any number of tokens a call.
-            residual: makes the stream instead of the module's own residual; for inference, an
-                :class:`tilewise.depth.InferenceState`.
+            residual: called with (embedding, norms=weights of all input norms), makes the stream instead of the model's
+                own residual: an :class:`tilewise.depth.InferenceState`, a
+                :class:`tilewise.depth.parallel.SequenceSharded`.
             recompute: activation checkpointing, one decoder layer at a time.
         """
         start = 0 if cache is None else cache.length
         positions = torch.arange(start, start + tokens.shape[1], device=tokens.device)
         angles = rope(positions, self.config.d // self.config.heads, self.config.rope_theta)
         attend = self.attention()
-        x = self.embedding(tokens)
-        if residual is None:
-            norms = [weight for layer in self.layers for weight in (layer.attention_norm, layer.mlp_norm)]
-            stream = self.residual(x, norms=norms)
-        else:
-            stream = residual(x)
+        norms = [weight for layer in self.layers for weight in (layer.attention_norm, layer.mlp_norm)]
+        stream = (residual or self.residual)(self.embedding(tokens), norms=norms)
         for layer in self.layers:
             if recompute:
                 stream.checkpoint(layer, angles, attend)

@@ -1,4 +1,4 @@
-"""Reads and writes of a stream alternate and go up by one."""
+"""Reads and writes of a stream alternate and go up by one; norms given at the start are the norms of the reads."""
 
 from __future__ import annotations
 

@@ -75,15 +75,18 @@ class AttnRes(nn.Module):
         position: int | None = None,
         *,
         norms: Sequence[Tensor] | None = None,
+        reads: Reads | None = None,
     ) -> Stream | SharedStream:
         """A stream for one forward pass, from the embedding `[..., d]` or from the state that another stream left.
 
         Args:
             embedding: `[..., d]`, or `stream.state`.
             position: the sublayer to be read next; None means the first of the span.
-            norms: the weights `[d]` of all L sublayers' input norms, if they are known now. Then, in eager training of
-                a Block schedule, the reads of a block share their gradients: one fp32 gradient a source and one phase-1
-                backward a block, at less memory (:class:`SharedStream`). The function and its gradients are the same.
+            reads: the parameters in another form (sharded, shared between ranks); None means :meth:`reads`.
+            norms: the weights `[d]` of all L sublayers' input norms, if they are known now; `read(l)` then returns the
+                normalised input. In eager training of a Block schedule the reads of a block share their gradients: one
+                fp32 gradient a source and one phase-1 backward a block, at less memory (:class:`SharedStream`). The
+                function and its gradients are the same.
 
         Raises:
             ValueError: a width other than d, or norms that are not L weights.
@@ -91,13 +94,14 @@ class AttnRes(nn.Module):
         state = embedding if isinstance(embedding, tuple) else functional.begin(embedding)
         if state.sources[0].shape[-1] != self.d:
             raise ValueError(f"embedding: found width {state.sources[0].shape[-1]}, expected {self.d}")
+        reads = self.reads() if reads is None else reads
         if norms is not None and len(norms) != self.schedule.sublayers:
             raise ValueError(f"norms: found {len(norms)} weights, expected {self.schedule.sublayers}")
         whole = position is None and len(state.sources) == 1 and self.span == (0, self.schedule.sublayers)
         eager = torch.is_grad_enabled() and not torch.compiler.is_compiling()
         if norms is not None and whole and eager and not self.schedule.full:
-            return SharedStream(self.schedule, self.reads(), embedding, norms)
-        return Stream(self.schedule, self.reads(), state, position)
+            return SharedStream(self.schedule, reads, embedding, norms)
+        return Stream(self.schedule, reads, state, position, norms)
 
     def reset_parameters(self) -> None:
         """Queries to zero, key weights to one: every read is a mean."""
@@ -117,9 +121,8 @@ class StandardResidual(nn.Module):
         self.sublayers, self.output_eps = sublayers, output_eps
 
     def forward(self, embedding: Tensor, *, norms: Sequence[Tensor] | None = None) -> StandardStream:
-        """A stream for one forward pass; `norms` is of no use here."""
-        del norms
-        return StandardStream(embedding, self.sublayers, self.output_eps)
+        """A stream for one forward pass; `norms` as for :meth:`AttnRes.forward`."""
+        return StandardStream(embedding, self.sublayers, self.output_eps, norms)
 
 
 def Residual(d: int, sublayers: int, kind: str, block: int = 8, **options) -> nn.Module:

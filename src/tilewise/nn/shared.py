@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tilewise.depth.schedule import Schedule
 from tilewise.depth.shared import BlockReads, SharedSource, mix_norm_shared
-from tilewise.depth.stream import Reads, State, total
+from tilewise.depth.stream import Reads, State, chosen_norm, total
 
 from .order import Order
 from .stream import Stream
@@ -50,12 +50,10 @@ class SharedStream:
         Raises:
             ValueError: l is not the next sublayer, or another weight than at the start.
         """
-        weight = self._norms[sublayer]
-        if norm_weight is not None and norm_weight is not weight:
-            raise ValueError(f"norm_weight: found another tensor than norms[{sublayer}], expected the same one")
         if self._plain is not None:
-            return self._plain.read(sublayer, weight)
+            return self._plain.read(sublayer, norm_weight)
         self._order.read(sublayer)
+        chosen_norm(self._norms, sublayer, norm_weight)
         visit = self.schedule.visit(sublayer)
         if visit.first:
             if sublayer:
@@ -115,5 +113,5 @@ class SharedStream:
         """As :meth:`Stream.checkpoint`; from here on the pass is a plain stream."""
         if self._plain is None:
             state = State(tuple(source.value for source in self._sources), self._prefix, self._update)
-            self._plain = Stream(self.schedule, self.reads, state, self._order.next)
+            self._plain = Stream(self.schedule, self.reads, state, self._order.next, self._norms)
         self._plain.checkpoint(function, *args, **kwargs)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from torch import Tensor
@@ -34,8 +34,15 @@ class Stream:
         torch.Size([2, 5, 64])
     """
 
-    def __init__(self, schedule: Schedule, reads: Reads, state: State, position: int | None = None) -> None:
-        self.schedule, self.reads, self.state = schedule, reads, state
+    def __init__(
+        self,
+        schedule: Schedule,
+        reads: Reads,
+        state: State,
+        position: int | None = None,
+        norms: Sequence[Tensor] | None = None,
+    ) -> None:
+        self.schedule, self.reads, self.state, self._norms = schedule, reads, state, norms
         self.complete = functional.total
         self._order = Order(reads.first if position is None else position, reads.last)
 
@@ -47,13 +54,15 @@ class Stream:
     def read(self, sublayer: int, norm_weight: Tensor | None = None) -> Tensor:
         """Input of sublayer l: the mix h_l, or with `norm_weight` RMSNorm(h_l) * norm_weight in the same kernel.
 
+        Norms given at the start of the stream hold without `norm_weight`, which may repeat them.
+
         Raises:
-            ValueError: l is not the next sublayer, or the last one has not been written.
+            ValueError: l is not the next sublayer, the last one has not been written, or the weight is another one than
+                at the start.
         """
         self._order.read(sublayer)
-        y, self.state = functional.read(
-            self.state, self.schedule, self.reads, sublayer, norm_weight, complete=self.complete
-        )
+        weight = functional.chosen_norm(self._norms, sublayer, norm_weight)
+        y, self.state = functional.read(self.state, self.schedule, self.reads, sublayer, weight, complete=self.complete)
         return y
 
     def write(self, sublayer: int, update: Tensor) -> None:
@@ -84,7 +93,7 @@ class Stream:
         start = self.position
 
         def run(state: State, *args):
-            inner = Stream(self.schedule, self.reads, state, start)
+            inner = Stream(self.schedule, self.reads, state, start, self._norms)
             inner.complete = self.complete
             function(inner, *args, **kwargs)
             if not inner._order.reading:
@@ -97,8 +106,10 @@ class Stream:
 class StandardStream:
     """The ordinary residual h += update behind the same face, so that a model is written once."""
 
-    def __init__(self, embedding: Tensor, sublayers: int, output_eps: float) -> None:
-        self.hidden, self._order = embedding, Order(0, sublayers)
+    def __init__(
+        self, embedding: Tensor, sublayers: int, output_eps: float, norms: Sequence[Tensor] | None = None
+    ) -> None:
+        self.hidden, self._order, self._norms = embedding, Order(0, sublayers), norms
         self._norm = partial(rms_norm, eps=output_eps)
 
     @property
@@ -109,7 +120,7 @@ class StandardStream:
     def read(self, sublayer: int, norm_weight: Tensor | None = None) -> Tensor:
         """The stream, or its RMSNorm times `norm_weight`."""
         self._order.read(sublayer)
-        return self._normed(norm_weight)
+        return self._normed(functional.chosen_norm(self._norms, sublayer, norm_weight))
 
     def write(self, sublayer: int, update: Tensor) -> None:
         """Add the output of sublayer l."""
@@ -127,7 +138,7 @@ class StandardStream:
 
         def run(hidden: Tensor, *args):
             inner = object.__new__(StandardStream)
-            inner.hidden, inner._norm = hidden, self._norm
+            inner.hidden, inner._norm, inner._norms = hidden, self._norm, self._norms
             inner._order = Order(start, self._order.last)
             function(inner, *args, **kwargs)
             return inner.hidden, inner.position

@@ -7,13 +7,14 @@ sources live on exactly one rank.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from tilewise.depth.state import InferenceState
+from tilewise.depth.stream import chosen_norm
 
 __all__ = ["SequenceSharded", "ShardedStream", "gather_tokens", "scatter_partial", "shared_parameter", "slice_tokens"]
 
@@ -138,17 +139,23 @@ class SequenceSharded:
         self.residual, self.partial = residual, partial
         self.group = dist.group.WORLD if group is None else group
 
-    def __call__(self, embedding: Tensor) -> ShardedStream:
-        """Begin with an embedding `[..., d]` that every rank holds alike."""
+    def __call__(self, embedding: Tensor, *, norms: Sequence[Tensor] | None = None) -> ShardedStream:
+        """Begin with an embedding `[..., d]` that every rank holds alike.
+
+        Args:
+            embedding: `[..., d]`.
+            norms: the weights of all input norms, if they are known now; see :meth:`tilewise.nn.AttnRes.forward`.
+        """
         shard = slice_tokens(embedding.flatten(0, -2), self.group)
-        inner = self.residual(shard)
-        if not isinstance(self.residual, InferenceState):
-            reads = inner.reads
-            inner.reads = reads._replace(
-                query=shared_parameter(reads.query, self.group),
-                key_weight=shared_parameter(reads.key_weight, self.group),
-            )
-        return ShardedStream(inner, embedding.shape, self.group, self.partial)
+        if isinstance(self.residual, InferenceState):
+            return ShardedStream(self.residual(shard), embedding.shape, self.group, self.partial, norms, norms)
+        reads = self.residual.reads()
+        reads = reads._replace(
+            query=shared_parameter(reads.query, self.group), key_weight=shared_parameter(reads.key_weight, self.group)
+        )
+        shared = None if norms is None else [shared_parameter(weight, self.group) for weight in norms]
+        inner = self.residual(shard, norms=shared, reads=reads)
+        return ShardedStream(inner, embedding.shape, self.group, self.partial, norms, shared)
 
 
 class ShardedStream:
@@ -158,13 +165,22 @@ class ShardedStream:
         local: the stream of this rank's tokens.
     """
 
-    def __init__(self, local, shape: torch.Size, group: dist.ProcessGroup, partial: bool) -> None:
+    def __init__(
+        self,
+        local,
+        shape: torch.Size,
+        group: dist.ProcessGroup,
+        partial: bool,
+        norms: Sequence[Tensor] | None = None,
+        shared: Sequence[Tensor] | None = None,
+    ) -> None:
         self.local, self._shape, self._group, self._partial = local, shape, group, partial
+        self._norms, self._shared = norms, shared
         self._tokens = shape[:-1].numel()
 
     def read(self, sublayer: int, norm_weight: Tensor | None = None) -> Tensor:
         """Input of sublayer l for all tokens: read on the shard, then all-gather."""
-        y = self.local.read(sublayer, self._weight(norm_weight))
+        y = self.local.read(sublayer, self._norm(sublayer, norm_weight))
         return gather_tokens(y, self._tokens, self._group, partial=self._partial).view(self._shape)
 
     def write(self, sublayer: int, update: Tensor) -> None:
@@ -193,9 +209,14 @@ class ShardedStream:
         """As :meth:`tilewise.nn.Stream.checkpoint`; the collectives inside are repeated in the backward."""
 
         def run(local, *args):
-            function(ShardedStream(local, self._shape, self._group, self._partial), *args, **kwargs)
+            options = (self._shape, self._group, self._partial, self._norms, self._shared)
+            function(ShardedStream(local, *options), *args, **kwargs)
 
         self.local.checkpoint(run, *args)
+
+    def _norm(self, sublayer: int, weight: Tensor | None) -> Tensor | None:
+        chosen_norm(self._norms, sublayer, weight)
+        return self._weight(weight) if self._norms is None else self._shared[sublayer]
 
     def _weight(self, weight: Tensor | None) -> Tensor | None:
         return weight if weight is None or not weight.requires_grad else shared_parameter(weight, self._group)
