@@ -6,11 +6,16 @@ import sys
 import torch
 from carried_cases import CarriedConfig, dense, inputs, promoted, run
 
+from tilewise.carried import TileLayout, blocked
+from tilewise.carried.blocked import Options
+from tilewise.carried.triton import launch
 from tilewise.mask import Mask
 from tilewise.testing import assert_within_budget
 
 ALL = ("recompute", "stored", "mixed")
 F32, F16 = torch.float32, torch.float16
+# Rows 16 … 31 see nothing, so that the first tile column has a dead tile between live ones.
+MIDDLE = Mask.intervals(torch.zeros(36, dtype=torch.int32), torch.where(torch.arange(36) // 16 == 1, 0, 36))
 # name: options, plans, inputs' dtype and sizes, mask
 CASES = {
     "causal": ({"layers": 3}, ALL, {"dtype": F16, "T": 40}, None),
@@ -24,6 +29,7 @@ CASES = {
         {"dtype": F16, "T": 20, "B": 2},
         Mask.lengths([20, 0]),
     ),
+    "a tile of rows without keys": ({"layers": 2}, ("stored",), {"dtype": F16, "T": 36}, MIDDLE),
     "mean, softcap": ({"scaling": "mean", "softcap": 2.0, "layers": 3}, ("mixed",), {"dtype": F16, "T": 20}, None),
     "gain": ({"scaling": "gain", "layers": 3}, ("stored", "mixed"), {"dtype": F32, "T": 20}, None),
     "gain, recomputed": ({"scaling": "gain", "layers": 2}, ("recompute",), {"dtype": F32, "T": 20}, None),
@@ -83,6 +89,28 @@ def check(name):
     print(f"{name}: {' '.join(plans)}", flush=True)
 
 
+def check_packing():
+    """Kernels put a score where the any-device path puts it, for rows that start at a computed and at a listed slot."""
+    for options, mask in (({"windows": 40}, None), ({}, Mask.packed([0, 30, 70]))):
+        config = CarriedConfig(tile=16, layers=2, **options)
+        q, k, v = ([x.detach() for x in g] for g in inputs(layers=1, H=2, Hk=1, d=16, T=70, dtype=F16))
+        layout = TileLayout(config, 70, 70, mask)
+        tiles, found = layout.layers[0], []
+        numbers = Options(0.25, 1, 0.0, 0.0, 16, True, layout.back, [True], F16)
+        for kernels in (blocked, launch):
+            z = torch.full((1, 2, layout.slots, 16, 16), torch.nan, dtype=F16)
+            lists = ([], [k[0].float().mean(2)], [tiles.lo], [tiles.hi])
+            kernels.forward(q, k, v[0], *lists, tiles.rows, None, z, False, None, None, numbers)
+            dense = torch.zeros(2, 80, 80)
+            for m, (base, first, end, *_) in enumerate(tiles.rows.t().tolist()):
+                for n in range(first, end):
+                    dense[:, 16 * m : 16 * m + 16, 16 * n : 16 * n + 16] = z[0, :, base + n]
+            found.append(dense[:, :70, :70].masked_fill(~config.mask(0, mask).allowed(70, 70)[0], 0.0))
+        torch.testing.assert_close(*found, rtol=2e-3, atol=2e-2)
+    print("packing", flush=True)
+
+
 if __name__ == "__main__":
+    check_packing()
     for name in sys.argv[1:] or CASES:
         check(name)

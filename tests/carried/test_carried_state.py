@@ -198,7 +198,7 @@ def output_of(name):
 
 
 def test_compiled_fullgraph_with_dynamic_lengths():
-    assert output_of("compiled_block.py") == [f"{plan}:1" for plan in PLANS]
+    assert output_of("compiled_block.py") == ["recompute:1", "mixed:1"]
 
 
 def test_fsdp2_with_mixed_precision_leaves_the_carry_in_fp16():
