@@ -12,7 +12,7 @@ from carried_cases import CarriedConfig
 from triton.backends.compiler import GPUTarget
 
 from tilewise.carried import TileLayout
-from tilewise.carried.ops import Options
+from tilewise.carried.config import Options
 from tilewise.carried.triton import launch as kernels
 from tilewise.triton.launch import launcher
 

@@ -7,7 +7,7 @@ import torch
 from carried_cases import CarriedConfig, dense, inputs, promoted, run
 
 from tilewise.carried import TileLayout, blocked
-from tilewise.carried.blocked import Options
+from tilewise.carried.config import Options
 from tilewise.carried.triton import launch
 from tilewise.mask import Mask
 from tilewise.testing import assert_within_budget

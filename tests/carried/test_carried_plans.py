@@ -1,6 +1,12 @@
 """Layouts of live tiles, the policy and its reasons, operator contracts, and what bad calls say."""
 
+import ast
 import dataclasses
+import doctest
+import importlib
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,6 +14,7 @@ from carried_cases import CarriedConfig, inputs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import tilewise.carried
 from tilewise.carried import Carry, TileLayout, carried_attention, choose_plan
 from tilewise.mask import Mask
 
@@ -202,3 +209,37 @@ def test_layers_of_a_block_have_to_match():
         carried_attention(q[1][:, :, :9], k[1], v[1], carry, gain=torch.ones(4))
     with pytest.raises(ValueError, match="as in the layers before"):
         carried_attention(q[1][:, :2], k[1], v[1], carry, gain=torch.ones(2))
+
+
+MODULES = ["", ".config", ".inference", ".layout", ".llama", ".nn", ".policy", ".reference", ".shared_keys", ".state"]
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_examples_in_docstrings(name):
+    module = importlib.import_module("tilewise.carried" + name)
+    public = {x: getattr(tilewise.carried, x) for x in tilewise.carried.__all__}
+    result = doctest.testmod(module, extraglobs=public | {"torch": torch})
+    assert result.attempted > 0
+    assert result.failed == 0
+
+
+def test_importing_it_does_not_import_triton():
+    code = "import sys, tilewise.carried; sys.exit('triton' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0
+
+
+FORBIDDEN = {
+    "reference.py": ("blocked", "triton"),
+    "blocked.py": ("reference", "triton"),
+    "triton": ("blocked", "reference"),
+}
+
+
+@pytest.mark.parametrize("place", FORBIDDEN)
+def test_implementations_do_not_import_one_another(place):
+    path = Path(tilewise.carried.__file__).with_name(place)
+    for file in path.glob("*.py") if path.is_dir() else [path]:
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.ImportFrom) and node.level == (2 if path.is_dir() else 1):
+                assert (node.module or "").split(".")[0] not in FORBIDDEN[place]
+                assert not {x.name for x in node.names} & set(FORBIDDEN[place])

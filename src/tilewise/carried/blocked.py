@@ -2,41 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
 from ..dropout import keep
+from .config import Options
 
-__all__ = ["Options", "backward", "forward"]
-
-
-class Options(NamedTuple):
-    """The numbers of one layer's call.
-
-    Attributes:
-        scale: s.
-        divisor: c_i.
-        softcap: the cap, or 0 for none.
-        dropout_p: probability of dropping an entry of P.
-        tile: side of a packed tile.
-        uniform: whether all layers see the same keys.
-        back: see :class:`tilewise.carried.layout.TileLayout`.
-        rounded: for each summed layer, whether its accumulated scores pass through `carry_dtype`.
-        carry_dtype: dtype of the stored scores.
-    """
-
-    scale: float
-    divisor: int
-    softcap: float
-    dropout_p: float
-    tile: int
-    uniform: bool
-    back: int
-    rounded: Sequence[bool]
-    carry_dtype: torch.dtype
+__all__ = ["backward", "forward"]
 
 
 def forward(

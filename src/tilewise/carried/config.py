@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 
 from ..mask import Mask
 
-__all__ = ["CarriedConfig"]
+__all__ = ["CarriedConfig", "Options"]
 
 SCALINGS = ("sum", "mean", "gain")
 PLANS = ("auto", "recompute", "stored", "mixed")
@@ -143,3 +145,29 @@ class CarriedConfig:
     def divisor(self, layer: int) -> int:
         """c_i: what the accumulated scores are divided by before the softmax."""
         return layer + 1 if self.scaling == "mean" else 1
+
+
+class Options(NamedTuple):
+    """The numbers of one layer's call.
+
+    Attributes:
+        scale: s.
+        divisor: c_i.
+        softcap: the cap, or 0 for none.
+        dropout_p: probability of dropping an entry of P.
+        tile: side of a packed tile.
+        uniform: whether all layers see the same keys.
+        back: see :class:`tilewise.carried.layout.TileLayout`.
+        rounded: for each summed layer, whether its accumulated scores pass through `carry_dtype`.
+        carry_dtype: dtype of the stored scores.
+    """
+
+    scale: float
+    divisor: int
+    softcap: float
+    dropout_p: float
+    tile: int
+    uniform: bool
+    back: int
+    rounded: Sequence[bool]
+    carry_dtype: torch.dtype

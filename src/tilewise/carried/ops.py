@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from . import blocked
-from .blocked import Options
+from .config import Options
 
 __all__ = ["LayerCall", "attend"]
 
@@ -80,7 +80,7 @@ class LayerCall(NamedTuple):
     """How one layer's scores are formed, forward and backward; plain numbers only.
 
     Attributes:
-        options: see :class:`tilewise.carried.blocked.Options`.
+        options: see :class:`tilewise.carried.config.Options`.
         impl: ``blocked`` or ``triton``.
         forward, backward: how many of the last entries of q, k are summed in each pass.
         accumulate: the written buffer also holds the carry that enters.

@@ -60,7 +60,8 @@ def choose_plan(
     One packed buffer holds b = B · H · live tiles · tile² scores. Of an L-layer block, ``stored`` keeps L − 1 buffers,
     ``mixed`` keeps one and forms the rest again, ``recompute`` keeps none and forms every earlier layer's scores again
     in every layer. The first whose saved and transient bytes fit in half of the free memory is taken, in that order,
-    since each saves matrix products over the next.
+    since each saves matrix products over the next. Plans differ in rounding: name one where runs have to be bitwise
+    equal although the free memory is not.
 
     Args:
         config: options; a plan other than ``auto`` is taken as it is.

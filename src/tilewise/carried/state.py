@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from ..mask import Mask
-from .blocked import Options
-from .config import CarriedConfig
+from .config import CarriedConfig, Options
 from .layout import TileLayout
 from .ops import LayerCall, attend
 from .policy import Decision, carry_dtypes, choose_plan

@@ -11,8 +11,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from ...triton.launch import launch
 from ...triton.masks import dropping
 from ...triton.plan import Source, padded
-from ..blocked import Options
-from ..config import CarriedConfig
+from ..config import CarriedConfig, Options
 from .backward import keys_gradient, queries_again, queries_from_e
 from .forward import attend
 from .settings import again_tiles, backward_tiles, forward_tiles, product_tiles
