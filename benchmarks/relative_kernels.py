@@ -124,6 +124,106 @@ def passes_of(call, do):
     )
 
 
+VARIANTS = {
+    "forward": {
+        "none": [(128, 64, 8, 3, 2), (64, 128, 4, 3, 2), (64, 64, 4, 3, 2)],
+        "t5": [(64, 128, 4, 3, 2), (64, 64, 4, 3, 2), (64, 128, 4, 3, 3)],
+        "shaw": [(64, 128, 4, 3, 2), (64, 64, 4, 3, 2), (128, 64, 8, 3, 2)],
+        "deberta": [(128, 64, 4, 3, 2), (128, 64, 8, 3, 2), (64, 64, 4, 3, 2)],
+        "txl": [(64, 64, 4, 3, 3), (64, 64, 4, 3, 2), (128, 64, 8, 3, 3)],
+    },
+    "keys": {c: [(64, 64, 4, 3, 2), (64, 64, 4, 4, 2), (64, 64, 4, 3, 3), (64, 64, 4, 2, 2)] for c in MECHANISMS},
+    "queries": {c: [(64, 64, 4, 3, 2), (64, 64, 4, 4, 2), (64, 64, 4, 3, 3), (64, 64, 4, 2, 2)] for c in MECHANISMS},
+    "projection": {c: [(64, 128, 4, 3), (64, 128, 4, 2), (64, 64, 4, 3), (64, 128, 8, 3), (64, 256, 8, 3), (64, 256, 8, 2)]
+                   for c in ("shaw", "deberta", "txl")},
+    "fold": {c: [(64, 64, 4, 3), (64, 64, 4, 4), (64, 128, 4, 2), (32, 64, 4, 4)] for c in ("t5", "shaw", "deberta", "txl")},
+}  # fmt: skip
+
+
+def variants(only):
+    """(what, case, shape) of every tile shape worth trying."""
+    return [
+        (what, case, shape)
+        for what, cases in VARIANTS.items()
+        for case in cases
+        if case in only
+        for shape in cases[case]
+    ]
+
+
+class replaced:
+    """Inside, the kernels of `what` use this tile shape."""
+
+    def __init__(self, what: str, shape: tuple[int, ...]):
+        from tilewise.triton import gradients, passes
+        from tilewise.triton.config import Tiles
+
+        self.saved = []
+        original = gradients.backward_tiles
+        if what == "forward":
+            new = [(passes, "forward_tiles", lambda *a: Tiles(*shape))]
+        elif what in ("keys", "queries"):
+            keyed = what == "keys"
+            new = [(gradients, "backward_tiles", lambda *a: Tiles(*shape) if a[3] == keyed else original(*a))]
+        else:
+            new = [(module, f"{what}_tiles", lambda *a: shape) for module in (passes, gradients)]
+        for module, name, function in new:
+            self.saved.append((module, name, getattr(module, name)))
+            setattr(module, name, function)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        for module, name, function in self.saved:
+            setattr(module, name, function)
+
+
+def run_variant(what: str, case: str, N: int, device):
+    """The pass in which a variant shows, as a closure."""
+    forward, backward = passes_of(*timed_call(case, N, device))
+    return forward if what in ("forward", "projection") else backward
+
+
+KERNELS = {"forward": ["attend"], "keys": ["grad_key"], "queries": ["grad_query"], "projection": ["project"],
+           "fold": ["fold", "collect"]}  # fmt: skip
+
+
+def kernel_times(run, repeats: int = 3):
+    """{kernel: µs} of one run, by the profiler."""
+    from torch.profiler import ProfilerActivity
+    from torch.profiler import profile as profiler
+
+    run()
+    torch.cuda.synchronize()
+    with profiler(activities=[ProfilerActivity.CUDA]) as p:
+        for _ in range(repeats):
+            run()
+        torch.cuda.synchronize()
+    return {e.key: e.self_device_time_total / repeats for e in p.key_averages() if e.self_device_time_total > 0}
+
+
+def tune(lengths, only):
+    rows = []
+    for N in lengths:
+        for what, case, shape in variants(only):
+            try:
+                with replaced(what, shape):
+                    times = kernel_times(run_variant(what, case, N, "cuda"))
+            except Exception as error:
+                print(f"tune {what} {case} {shape} N={N}: {type(error).__name__} {str(error)[-150:]}", flush=True)
+                continue
+            us = {k: times[k] for k in KERNELS[what] if k in times}
+            rows.append(dict(n=N, what=what, case=case, shape=shape, us=us))
+        for what, cases in VARIANTS.items():
+            for case in cases:
+                mine = [r for r in rows if (r["n"], r["what"], r["case"]) == (N, what, case)]
+                if mine:
+                    text = "; ".join(f"{','.join(map(str, r['shape']))}: {'+'.join(f'{t:.0f}' for t in r['us'].values())}" for r in mine)  # fmt: skip
+                    print(f"tune {what} {case} N={N}: {text}", flush=True)
+    return rows
+
+
 def compile_one(job):
     """Run a job on meta tensors with compilation only; job is ("check", index) or ("time", case, N)."""
     import triton
@@ -145,6 +245,9 @@ def compile_one(job):
     try:
         if job[0] == "check":
             check_one(CHECKS[job[1]], "meta")
+        elif job[0] == "tune":
+            with replaced(job[1], job[3]):
+                run_variant(job[1], job[2], job[4], "meta")()
         else:
             for run in passes_of(*timed_call(job[1], job[2], "meta")):
                 run()
@@ -189,9 +292,11 @@ def graphed(run):
 
 
 def steady(items, rounds: int, rep: int):
-    """{name: median ms} over interleaved rounds."""
+    """{name: median ms} over interleaved rounds; one untimed round warms the card, which throttles when it is warm."""
     from triton.testing import do_bench
 
+    for _, run in items:
+        do_bench(run, warmup=10, rep=100)
     samples = {name: [] for name, _ in items}
     for _ in range(rounds):
         for name, run in items:
@@ -253,22 +358,12 @@ def time_all(lengths, record, rounds: int = 4, rep: int = 30, only=MECHANISMS):
 
 
 def profile(lengths, only=MECHANISMS):
-    """Microseconds of every kernel of both passes, by the profiler."""
-    from torch.profiler import ProfilerActivity
-    from torch.profiler import profile as profiler
-
+    """Microseconds of every kernel of both passes."""
     rows = []
     for N in lengths:
         for case in only:
-            runs = passes_of(*timed_call(case, N, "cuda"))
-            for name, run in zip(("forward", "backward"), runs, strict=True):
-                run()
-                torch.cuda.synchronize()
-                with profiler(activities=[ProfilerActivity.CUDA]) as p:
-                    for _ in range(3):
-                        run()
-                    torch.cuda.synchronize()
-                times = {e.key: e.self_device_time_total / 3 for e in p.key_averages() if e.self_device_time_total > 0}
+            for name, run in zip(("forward", "backward"), passes_of(*timed_call(case, N, "cuda")), strict=True):
+                times = kernel_times(run)
                 rows.append(dict(n=N, case=case, **{"pass": name}, us=times))
                 text = ", ".join(f"{k[:24]} {t:.0f}" for k, t in sorted(times.items(), key=lambda a: -a[1]) if t > 1)
                 print(f"us {name} {case} N={N}: {text}", flush=True)
@@ -277,7 +372,7 @@ def profile(lengths, only=MECHANISMS):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("what", nargs="+", choices=("check", "time", "profile"))
+    parser.add_argument("what", nargs="+", choices=("check", "time", "profile", "tune"))
     parser.add_argument("--out", default="relative_kernels.json")
     parser.add_argument("--compile-seconds", type=float, default=200)
     parser.add_argument("--lengths", default="512,2048,8192")
@@ -292,18 +387,22 @@ def main():
         for case in only
         if "time" in arguments.what or "profile" in arguments.what
     ]
+    if "tune" in arguments.what:
+        jobs += [("tune", *variant, N) for variant in variants(only) for N in (max(lengths), min(lengths))]
     jobs += [("check", n) for n in chosen if "check" in arguments.what]
     precompile(jobs, arguments.compile_seconds)
     import triton
 
     properties = torch.cuda.get_device_properties(0)
     result = dict(gpu=properties.name, torch=torch.__version__, triton=triton.__version__, cuda=torch.version.cuda,
-                  time=time.strftime("%Y-%m-%d"), checks=[], timings=[], profile=[])  # fmt: skip
+                  time=time.strftime("%Y-%m-%d"), checks=[], timings=[], profile=[], tuned=[])  # fmt: skip
     try:
         if "time" in arguments.what:
             time_all(lengths, result["timings"], only=only)
         if "profile" in arguments.what:
             result["profile"] = profile(lengths, only)
+        if "tune" in arguments.what:
+            result["tuned"] = tune((max(lengths), min(lengths)), only)
         if "check" in arguments.what:
             wrong = 0
             for n in chosen:

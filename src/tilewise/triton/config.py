@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-__all__ = ["Limits", "Tiles", "backward_tiles", "fold_tiles", "forward_tiles", "projection_tiles"]
+__all__ = ["MEASURED", "Limits", "Tiles", "backward_tiles", "fold_tiles", "forward_tiles", "projection_tiles"]
 
 
 @dataclass(frozen=True)
@@ -30,74 +30,85 @@ class Limits:
         return cls(shared, capability >= (9, 0))
 
 
-def forward_tiles(d: int, bytes_: int, N: int, kinds: frozenset[str], sides: bool, limits: Limits) -> Tiles:
-    """Tiles of the forward pass. d is the wider of the padded head widths, kinds the score terms' kinds."""
+MEASURED: dict[tuple[str, str], tuple[tuple[int, tuple[int, ...]], ...]] = {
+    ("forward", "plain"): ((0, (64, 64, 4, 3, 2)), (2048, (64, 128, 4, 3, 2))),
+    ("forward", "scalar"): ((0, (64, 64, 4, 3, 2)), (4096, (64, 128, 4, 3, 2))),
+    ("forward", "query"): ((0, (64, 64, 4, 3, 2)), (4096, (64, 128, 4, 3, 2))),
+    ("forward", "key"): ((0, (128, 64, 4, 3, 2)),),
+    ("forward", "identity"): ((0, (64, 64, 4, 3, 3)),),
+    ("forward", "value"): ((0, (64, 64, 4, 3, 2)),),
+    ("queries", "plain"): ((0, (128, 64, 4, 3, 2)),),
+    ("queries", "scalar"): ((0, (64, 64, 4, 3, 2)),),
+    ("queries", "query"): ((0, (64, 64, 4, 3, 2)),),
+    ("queries", "key"): ((0, (64, 64, 4, 3, 3)),),
+    ("queries", "identity"): ((0, (64, 64, 4, 3, 3)),),
+    ("queries", "value"): ((0, (64, 64, 4, 3, 2)),),
+    ("keys", "plain"): ((0, (64, 64, 4, 3, 2)),),
+    ("keys", "scalar"): ((0, (64, 64, 4, 3, 3)),),
+    ("keys", "query"): ((0, (64, 64, 4, 3, 3)),),
+    ("keys", "key"): ((0, (64, 64, 4, 3, 3)),),
+    ("keys", "identity"): ((0, (64, 64, 4, 3, 2)),),
+    ("keys", "value"): ((0, (64, 64, 4, 3, 2)),),
+    ("projection", "query"): ((0, (64, 64, 4, 3)),),
+    ("projection", "key"): ((0, (64, 64, 4, 3)), (2048, (64, 128, 8, 3))),
+    ("projection", "identity"): ((0, (64, 64, 4, 3)), (1024, (64, 128, 8, 3)), (4096, (64, 256, 8, 3))),
+    ("fold", ""): ((0, (64, 64, 4, 3)),),
+}
+"""(what, class of call) ↦ (keys from, shape), for 16-bit inputs of width 64 on an H200 (docs/relative-tuning.md)."""
+
+
+def _measured(what: str, kind: str, N: int) -> tuple[int, ...]:
+    return [shape for first, shape in MEASURED[what, kind] if N >= first][-1]
+
+
+def forward_tiles(d: int, bytes_: int, N: int, kind: str, limits: Limits) -> Tiles:
+    """Tiles of the forward pass. d is the wider of the padded head widths, kind the class of the call."""
     if bytes_ == 4:
-        return _fit(Tiles(32, 32, 4, 2, 2), d, bytes_, len(kinds) + 2, limits)
-    if "value" in kinds:
-        # What P·V leaves to the fold afterwards is decided on 64 × 64 blocks.
-        return _fit(Tiles(64, 64, 4 if d <= 128 else 8, 3, 2), d, bytes_, len(kinds) + 2, limits)
-    if d > 64:
-        wide = (
-            Tiles(128, 64, 8, 3, 2) if d <= 128 and "scalar" not in kinds else Tiles(64, 64, 4 if d <= 128 else 8, 3, 2)
-        )
-        return _fit(wide, d, bytes_, len(kinds) + 2, limits)
-    if not kinds:
-        best = Tiles(128, 64, 8, 3, 2)
-    elif not sides:
-        best = Tiles(64, 64, 4, 3, 3)
-    elif "key" in kinds and "scalar" not in kinds:
-        best = Tiles(128, 64, 4, 3, 2)
-    else:
-        best = Tiles(64, 128, 4, 3, 2) if N >= 4096 else Tiles(64, 64, 4, 3, 2)
-    return _fit(best, d, bytes_, len(kinds) + 2, limits)
+        return _fit(Tiles(32, 32, 4, 2, 2), d, bytes_, limits)
+    if d <= 64:
+        return _fit(Tiles(*_measured("forward", kind, N)), d, bytes_, limits)
+    # 128 queries need 8 warps from width 128 on; blocks of a scalar term's slab have 64 rows.
+    tall = d <= 128 and kind in ("plain", "query", "key")
+    return _fit(Tiles(128, 64, 8, 3, 2) if tall else Tiles(64, 64, 4 if d <= 128 else 8, 3, 2), d, bytes_, limits)
 
 
-def backward_tiles(d: int, bytes_: int, kinds: frozenset[str], keyed: bool, limits: Limits) -> Tiles:
+def backward_tiles(d: int, bytes_: int, kind: str, keyed: bool, limits: Limits) -> Tiles:
     """Tiles of a backward pass; keyed: the pass over keys. Bands live on 64 × 64 blocks, so none is larger there."""
     if bytes_ == 4:
-        return _fit(Tiles(32, 32, 4, 2, 2), d, bytes_, len(kinds) + 3, limits)
+        return _fit(Tiles(32, 32, 4, 2, 2), d, bytes_, limits)
     if d > 128:
-        return _fit(Tiles(32, 64, 8, 2, 2) if keyed else Tiles(64, 32, 8, 2, 2), d, bytes_, len(kinds) + 3, limits)
+        return _fit(Tiles(32, 64, 8, 2, 2) if keyed else Tiles(64, 32, 8, 2, 2), d, bytes_, limits)
     if d > 64:
-        return _fit(Tiles(64, 64, 8, 2, 2), d, bytes_, len(kinds) + 3, limits)
-    if not kinds and not keyed:
-        return _fit(Tiles(128, 64, 4, 3, 2), d, bytes_, 3, limits)
-    return _fit(Tiles(64, 64, 4, 3, 2), d, bytes_, len(kinds) + 3, limits)
+        return _fit(Tiles(64, 64, 8, 2, 2), d, bytes_, limits)
+    return _fit(Tiles(*_measured("keys" if keyed else "queries", kind, 0)), d, bytes_, limits)
 
 
-def projection_tiles(d: int, bytes_: int, others: int, sides: bool) -> tuple[int, int, int, int]:
+def projection_tiles(d: int, bytes_: int, N: int, kind: str) -> tuple[int, ...]:
     """(rows, columns, warps, stages) of the projection."""
-    if not sides and bytes_ == 2 and d <= 64 and others >= 1024:
-        return 64, 256, 8, 3
     if bytes_ == 4:
         return 16, 32, 4, 2
-    if d > 128:
-        return 32, 64, 4, 2
     if d > 64:
-        return 64, 64, 4, 2
-    return (64, 128, 4, 3) if others >= 2048 else (64, 64, 4, 3)
+        return (64, 64, 4, 2) if d <= 128 else (32, 64, 4, 2)
+    return _measured("projection", kind if ("projection", kind) in MEASURED else "query", N)
 
 
-def fold_tiles(d: int, bytes_: int) -> tuple[int, int, int, int]:
+def fold_tiles(d: int, bytes_: int) -> tuple[int, ...]:
     """(rows, columns, warps, stages) of the fold and collect kernels."""
     if bytes_ == 4:
         return 16, 32, 4, 2
-    return (64, 64, 4, 3) if d <= 64 else (32, 64, 4, 2)
+    return _measured("fold", "", 0) if d <= 64 else (32, 64, 4, 2)
 
 
-def _fit(tiles: Tiles, d: int, bytes_: int, loads: int, limits: Limits) -> Tiles:
-    """Fewer stages, then smaller tiles, until a rough count of the tiles in shared memory fits."""
+def _fit(tiles: Tiles, d: int, bytes_: int, limits: Limits) -> Tiles:
+    """Fewer stages, then smaller tiles, until a rough count of the tiles in shared memory fits the device."""
     while True:
-        resident = 2 * max(tiles.queries, tiles.keys) * d * bytes_
-        stage = (2 * max(tiles.queries, tiles.keys) * d + max(loads - 2, 0) * tiles.queries * tiles.keys) * bytes_
-        if resident + max(tiles.stages, tiles.band_stages) * stage <= limits.shared or tiles.queries <= 16:
+        longest = max(tiles.queries, tiles.keys)
+        stage = (2 * longest * d + tiles.queries * tiles.keys) * bytes_
+        if 2 * longest * d * bytes_ + max(tiles.stages, tiles.band_stages) * stage <= limits.shared or longest <= 16:
             return tiles
-        if tiles.stages > 2 or tiles.band_stages > 2:
-            tiles = Tiles(tiles.queries, tiles.keys, tiles.warps, min(tiles.stages, 2), min(tiles.band_stages, 2))
-        elif tiles.stages > 1 and tiles.queries <= 32:
-            tiles = Tiles(tiles.queries, tiles.keys, tiles.warps, 1, 1)
+        if max(tiles.stages, tiles.band_stages) > 2:
+            tiles = replace(tiles, stages=min(tiles.stages, 2), band_stages=min(tiles.band_stages, 2))
+        elif tiles.stages > 1 and longest <= 32:
+            tiles = replace(tiles, stages=1, band_stages=1)
         else:
-            tiles = Tiles(
-                max(tiles.queries // 2, 16), max(tiles.keys // 2, 16), tiles.warps, tiles.stages, tiles.band_stages
-            )
+            tiles = replace(tiles, queries=max(tiles.queries // 2, 16), keys=max(tiles.keys // 2, 16))

@@ -44,15 +44,15 @@ def _part(a, e, flo, fhi, PART: tl.constexpr):
 
 
 @triton.jit
-def _attend(acc, l, m, q, k, sk, hk, v, sv, bv, hv, terms, zs, rule, seed, c, drop, b, h, n, bh, i0, a, e,
+def _attend(acc, l, m, edge, q, k, sk, hk, v, sv, bv, hv, terms, zs, rule, seed, c, drop, b, h, n, bh, i0, a, e,
             Tq, Tk, offset, left, right, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr,
             BM: tl.constexpr, BN: tl.constexpr, BANDS: tl.constexpr, MASKED: tl.constexpr, DROPOUT: tl.constexpr,
-            TMA: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
-    """Online softmax over the keys a … e − 1; BANDS are the terms that add a tile there."""
+            EDGED: tl.constexpr, TMA: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
+    """Online softmax over the keys a … e − 1; BANDS are the terms that add a tile there, EDGED adds `edge` to rows."""
     for j in tl.range(a, e, BN, num_stages=STAGES):
         s = tl.dot(q, tl.trans(load_rows(k, sk, b, hk, j, Tk, D, BN, BD, TMA)), input_precision="ieee")
-        if MASKED or len(BANDS) > 0:
-            s = s * c
+        if MASKED or EDGED or len(BANDS) > 0:
+            s = s * c + edge[:, None] if EDGED else s * c
             for t in tl.static_range(len(BANDS)):
                 s += BANDS[t](terms[t], zs[t], b, h, n, i0, j, offset, Tq, Tk, BM, BN, False, TMA)
             if MASKED:
@@ -82,7 +82,8 @@ def attend(q, k, v, qx, vx, o, lse, terms, z0, z1, z2, z3, z4, z5, z6, z7, rule,
            BD: tl.constexpr, BV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, UNIT: tl.constexpr,
            BANDS: tl.constexpr, EDGES: tl.constexpr, BAND: tl.constexpr, SIDES: tl.constexpr, SHIFT_Q: tl.constexpr,
            SHIFT_V: tl.constexpr, RANGED: tl.constexpr, MASKED: tl.constexpr, ELEMENTWISE: tl.constexpr,
-           DROPOUT: tl.constexpr, TMA: tl.constexpr, STAGES: tl.constexpr, BAND_STAGES: tl.constexpr):  # fmt: skip
+           DROPOUT: tl.constexpr, EXACT: tl.constexpr, TMA: tl.constexpr, STAGES: tl.constexpr,
+           BAND_STAGES: tl.constexpr):  # fmt: skip
     """O and lse of BM queries: program (block, batch·heads)."""
     blocks = (Tq + BM - 1) // BM
     i0 = tl.program_id(0) % blocks * BM
@@ -96,6 +97,7 @@ def attend(q, k, v, qx, vx, o, lse, terms, z0, z1, z2, z3, z4, z5, z6, z7, rule,
     acc = tl.zeros([BM, BV], tl.float32)
     l = tl.zeros([BM], tl.float32)
     m = tl.full([BM], -1.0e30, tl.float32)
+    edge = tl.zeros([BM], tl.float32)
     ROWS: tl.constexpr = BM if BM > UNIT else UNIT
     STEP: tl.constexpr = BN if BN > UNIT else UNIT
     vlo, vhi, flo, fhi = span_of(ranges, batch, b, i0 // ROWS * ROWS, Tk, STEP, ROWS, UNIT, RANGED)
@@ -117,27 +119,31 @@ def attend(q, k, v, qx, vx, o, lse, terms, z0, z1, z2, z3, z4, z5, z6, z7, rule,
             edge = tl.zeros([BM], tl.float32)
             for t in tl.static_range(len(EDGES)):
                 edge += EDGES[t](terms[t], b, h, i, Tq, side)
-            m = m - edge
+            # For fp32 inputs two roundings of m would show: there each score takes the edge, in its one multiply-add.
+            if not EXACT:
+                m = m - edge
             for part in tl.static_range(3):
                 if MASKED or part == 1:
                     pa, pe = _part(a, e, flo, fhi, part)
                     if SHIFT_V:
-                        acc, l, m = _attend(acc, l, m, qs, k, sk, hk, vx, svx, side * B + b, h, terms, zs, rule, seed,
+                        acc, l, m = _attend(acc, l, m, edge, qs, k, sk, hk, vx, svx, side * B + b, h, terms, zs, rule, seed,
                                             c, drop, b, h, n, bh, i0, pa, pe, Tq, Tk, offset, left, right, D, DV, BD,
-                                            BV, BM, BN, (), part != 1, DROPOUT, TMA, STAGES)  # fmt: skip
+                                            BV, BM, BN, (), part != 1, DROPOUT,
+                                            EXACT and len(EDGES) > 0, TMA, STAGES)  # fmt: skip
                     else:
-                        acc, l, m = _attend(acc, l, m, qs, k, sk, hk, v, sv, b, hk, terms, zs, rule, seed, c, drop, b,
+                        acc, l, m = _attend(acc, l, m, edge, qs, k, sk, hk, v, sv, b, hk, terms, zs, rule, seed, c, drop, b,
                                             h, n, bh, i0, pa, pe, Tq, Tk, offset, left, right, D, DV, BD, BV, BM, BN,
-                                            (), part != 1, DROPOUT, TMA, STAGES)  # fmt: skip
-            m = m + edge
+                                            (), part != 1, DROPOUT, EXACT and len(EDGES) > 0, TMA, STAGES)  # fmt: skip
+            if not EXACT:
+                m = m + edge
         if side == 0 and BAND:
             if not SIDES:
                 ba = vlo
                 be = vhi
             qs = load_rows(q, sq, b, h, i0, Tq, D, BM, BD, TMA)
-            acc, l, m = _attend(acc, l, m, qs, k, sk, hk, v, sv, b, hk, terms, zs, rule, seed, c, drop, b, h, n, bh,
+            acc, l, m = _attend(acc, l, m, edge, qs, k, sk, hk, v, sv, b, hk, terms, zs, rule, seed, c, drop, b, h, n, bh,
                                 i0, ba, be, Tq, Tk, offset, left, right, D, DV, BD, BV, BM, BN, BANDS, MASKED, DROPOUT,
-                                TMA, BAND_STAGES)  # fmt: skip
+                                False, TMA, BAND_STAGES)  # fmt: skip
     empty = l == 0.0
     l = tl.where(empty, 1.0, l)
     store_rows(o, so, b, h, i0, Tq, acc * (inverse / l)[:, None], DV, BM, BV)

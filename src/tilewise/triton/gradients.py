@@ -59,12 +59,12 @@ class _Backward:
         self.cross = bool(self.qtables) and bool(self.ktables) and (self.parts_q or self.parts_k)
         self.sums = self._sums()
         self.tiles_q, self.tiles_k = self._tiles(False), self._tiles(True)
-        self.shape = projection_tiles(max(L.BD, L.BV), L.bytes, L.Tk, L.sides)
+        self.shape = projection_tiles(max(L.BD, L.BV), L.bytes, L.Tk, L.kind)
         self.fold_shape = fold_tiles(max(L.BD, L.BV), L.bytes)
 
     def _tiles(self, keyed: bool) -> Tiles:
         L = self.L
-        return backward_tiles(max(L.BD, L.BV), L.bytes, L.kinds, keyed, L.limits)
+        return backward_tiles(max(L.BD, L.BV), L.bytes, L.kind, keyed, L.limits)
 
     def _sums(self) -> str:
         """Which sums of dS over a saturated side the end rows need: none, one a block of queries, or one a query."""
@@ -243,6 +243,8 @@ class _Backward:
             STAGES=stages, num_warps=warps,
         )  # fmt: skip
         order, starts = _by_row(port.rows, g, grad.shape[1], L.device)
+        # Lanes for a usual row's columns × 8 residues; the ends' rows have more and take several turns.
+        lanes = 256 if scalar else 8 * min(8, max(2, triton.next_power_of_2(triton.cdiv(g.last - g.first, grad.shape[1]))))
         left, right = L.ends[n]
         ended = L.sides and max(left, right) >= 0
         parts, blocks, crossed = self._end_parts(n) if ended and not scalar else (L.anchor, 0, ())
@@ -252,8 +254,9 @@ class _Backward:
             L.anchor if gate is None else gate.x, grad, (*grad.stride(), 1)[:3],
             (0, 0, 0) if gate is None else gate.strides, left, right,
             1.0 if port.kind in ("scalar", "value") else L.call.scale, L.H, h0, heads, L.B, length,
-            self.sum_buffer.shape[-1], blocks, D=width, BD=padded(width), N=256 if scalar else 64, SCALAR=scalar,
-            GATED=gate is not None, ENDS=ended, PARTS=ended and not scalar, CROSS=bool(crossed), num_warps=4,
+            self.sum_buffer.shape[-1], blocks, D=width, BD=padded(width), N=lanes, SCALAR=scalar,
+            GATED=gate is not None, ENDS=ended, PARTS=ended and not scalar, CROSS=bool(crossed),
+            num_warps=4 if scalar else lanes // 16,
         )  # fmt: skip
 
     def _end_parts(self, n: int):

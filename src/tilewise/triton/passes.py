@@ -21,7 +21,7 @@ __all__ = ["fold_rows", "forward", "prepare_rows", "project_scores", "shifted", 
 def forward(call: Call, o: Tensor, lse: Tensor) -> None:
     """See :func:`tilewise.triton.forward`."""
     L = Layout(call)
-    tiles = forward_tiles(max(L.BD, L.BV), L.bytes, L.Tk, L.kinds, L.sides, L.limits)
+    tiles = forward_tiles(max(L.BD, L.BV), L.bytes, L.Tk, L.kind, L.limits)
     qtables, vtables = L.shifting("key"), L.shifting("value")
     qx = shifted(L, L.q, bool(qtables))
     vx = shifted(L, L.v, bool(vtables))
@@ -36,7 +36,7 @@ def forward(call: Call, o: Tensor, lse: Tensor) -> None:
         if L.ports[n].kind != "scalar"
     )
     heads = L.heads_at_once(per_head * L.zdtype.itemsize)
-    shape = projection_tiles(max(L.BD, L.BV), L.bytes, L.Tk, L.sides)
+    shape = projection_tiles(max(L.BD, L.BV), L.bytes, L.Tk, L.kind)
     for h0 in range(0, L.H, heads):
         share = min(heads, L.H - h0)
         made = project_scores(L, L.block_of(tiles), h0, share, shape)
@@ -50,8 +50,8 @@ def forward(call: Call, o: Tensor, lse: Tensor) -> None:
             BD=L.BD, BV=L.BV, BM=tiles.queries, BN=tiles.keys, UNIT=BLOCK, BANDS=tuple(f[0] for f in functions),
             EDGES=tuple(f[1] for f in functions) if L.sides else (), BAND=bool(L.ports), SIDES=L.sides,
             SHIFT_Q=bool(qtables), SHIFT_V=bool(vtables), RANGED=L.mask.ranged, MASKED=L.masked(L.block_of(tiles)[1]),
-            ELEMENTWISE=L.mask.elementwise, DROPOUT=call.dropout_p > 0.0, TMA=tma, STAGES=tiles.stages,
-            BAND_STAGES=tiles.band_stages, num_warps=tiles.warps, num_stages=tiles.stages,
+            ELEMENTWISE=L.mask.elementwise, DROPOUT=call.dropout_p > 0.0, EXACT=L.bytes == 4, TMA=tma,
+            STAGES=tiles.stages, BAND_STAGES=tiles.band_stages, num_warps=tiles.warps, num_stages=tiles.stages,
         )  # fmt: skip
     if L.values:
         _fold_values(L, out, o, lse, shape, tma)
@@ -149,7 +149,7 @@ def fold_rows(L, n, buffer, acc, sums, out, scale, h0, heads, group, shape) -> N
 
 def _fold_values(L: Layout, out: Tensor, o: Tensor, lse: Tensor, shape, tma: bool) -> None:
     g = L.geometry(False, (BLOCK, BLOCK))
-    tiles = backward_tiles(max(L.BD, L.BV), L.bytes, L.kinds, False, L.limits)
+    tiles = backward_tiles(max(L.BD, L.BV), L.bytes, L.kind, False, L.limits)
     buffers = 1 + sum(L.ports[n].kind != "scalar" for n in L.score)
     heads = L.heads_at_once(buffers * L.B * g.head * L.bytes)
     for h0 in range(0, L.H, heads):

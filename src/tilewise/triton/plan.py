@@ -147,7 +147,7 @@ class Layout:
         self.lo, self.hi = ends if self.sides else (-FAR, FAR)
         self.score = [n for n, p in enumerate(self.ports) if p.kind != "value"]
         self.values = [n for n, p in enumerate(self.ports) if p.kind == "value"]
-        self.kinds = frozenset(p.kind for p in self.ports)
+        self.kind = self._kind()
         self.tables = [_table(p, self.dtype) for p in self.ports]
         self.lefts = [self._left(p) for p in self.ports]
         self.lookups: dict = {}
@@ -159,6 +159,16 @@ class Layout:
         self.seed = self.anchor if call.seed is None else call.seed
         # Z in fp16 is finer than in bf16; for fp32 inputs its rounding would be the largest error of all.
         self.zdtype = torch.float32 if self.dtype == torch.float32 else torch.float16
+
+    def _kind(self) -> str:
+        """The class of the call, by which tiles are chosen: its most demanding kind of term."""
+        if not self.ports:
+            return "plain"
+        if self.values:
+            return "value"
+        if not self.sides:
+            return "identity"
+        return next(kind for kind in ("key", "query", "scalar") if any(p.kind == kind for p in self.ports))
 
     @property
     def anchor_int(self) -> Tensor:
