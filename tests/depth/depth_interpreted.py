@@ -1,4 +1,4 @@
-"""Every Triton kernel under the interpreter, tiny shapes, against the oracle. Collected only by `test_kernels.py`."""
+"""Every Triton kernel under the interpreter, tiny shapes, against the oracle; run by `test_depth_kernels.py`."""
 
 import os
 
@@ -6,10 +6,13 @@ import depth_dense as dense
 import pytest
 import test_depth_shared as stack
 import torch
+import triton
+import triton.language as tl
 
 from tilewise import depth
 from tilewise.depth import reference as R
-from tilewise.depth.triton import config
+from tilewise.depth.triton import config, sources
+from tilewise.depth.triton.common import source_rows
 from tilewise.testing import assert_within_budget
 
 assert os.environ.get("TRITON_INTERPRET") == "1"
@@ -143,6 +146,29 @@ def test_serving_contract(n, write, delta):
     torch.testing.assert_close(y, expected, atol=2e-3, rtol=2e-3)
     assert torch.equal(prefix, p2)
     assert torch.equal(bank, b2)
+
+
+@triton.jit
+def address_kernel(base, table, out, stride8):
+    j = tl.arange(0, 4)
+    rows = source_rows(base, table, j, j * 0, stride8, 1, False)
+    tl.store(out + j, rows.to(tl.int64) - source_rows(base, table, j * 0, j * 0, stride8, 1, False).to(tl.int64))
+
+
+def test_sources_may_lie_more_than_2_to_the_31_elements_apart():
+    base, out = torch.zeros(8).half(), torch.zeros(4, dtype=torch.int64)
+    address_kernel[(1,)](base, base, out, 1 << 29)
+    assert out.tolist() == [j * 2 * 8 << 29 for j in range(4)]
+
+
+def test_a_bank_is_one_storage_evenly_spaced():
+    bank = torch.zeros(4, 3, 16).half()
+    assert sources.even_step(bank.unbind(0)) == 3 * 16 * 2
+    assert sources.even_step(bank[::2].unbind(0)) == 2 * 3 * 16 * 2
+    assert sources.even_step([bank[0], bank[1], bank[3]]) is None
+    assert sources.even_step([bank[1], bank[0]]) is None
+    assert sources.even_step([bank[0], bank[1].clone()]) is None
+    assert sources.even_step([bank[2]]) == 0
 
 
 def test_no_tokens():

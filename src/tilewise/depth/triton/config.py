@@ -71,11 +71,11 @@ def merge_bwd(T: int, d: int, size: int) -> dict:
 
 
 def mix_few(T: int, d: int, n: int) -> dict | None:
-    """Tile of `mix_few_kernel`, or None where one source after the other is better."""
-    if not few(T) or not 1 <= n <= 8 or d > 8192:
+    """Tile of `mix_few_kernel`, or None where one source after the other is better: a tile of 8 rows spills."""
+    if not few(T) or not 1 <= n <= 4 or d > 8192:
         return None
     block_n, block_d = next_power_of_2(n), row_block(d)
-    return {"BN": block_n, "BD": block_d, "num_warps": min(max(block_n * block_d // 1024, 4), 16)}
+    return {"BN": block_n, "BD": block_d, "num_warps": min(max(block_d // 1024, 4), 16)}
 
 
 def mix_bwd(T: int, d: int) -> dict:
@@ -95,10 +95,9 @@ def score_tiles(T: int, d: int, S: int, size: int) -> dict:
         splits = max(1, min(cdiv(d, 512), 16))
         tiles = {"SUB": 1, "BT": 16, "BK": 128, "BS": block_s, "splits": splits, "num_warps": 4, "STAGES": 3}
     else:
-        splits = 4 if d >= 4096 and S > 16 else 1
+        splits = 2 if d >= 4096 and S > 16 else 1
         sub = 2 if S > 16 else 1
-        block_k, stages = (32, 4) if S > 16 else (128, 3)
-        tiles = {"SUB": sub, "BT": 32, "BK": block_k, "BS": block_s, "splits": splits, "num_warps": 4, "STAGES": stages}
+        tiles = {"SUB": sub, "BT": 32, "BK": 32, "BS": block_s, "splits": splits, "num_warps": 4, "STAGES": 4}
     return tiles if size == 2 else {**tiles, "BK": 32, "STAGES": 2}
 
 
@@ -109,7 +108,7 @@ def combine_tiles(T: int, d: int, n: int, S: int, size: int) -> dict:
     block_n = min(max(next_power_of_2(n), -(-16 // block_t)), 16)
     if size == 4:
         return {"BS": block_s, "BT": block_t, "BN": block_n, "BD": 32, "span": 8, "num_warps": 4, "STAGES": 2}
-    block_d = 128
+    block_d = 256 if d > 4096 and not few(T) and block_n * block_t <= 16 else 128
     columns = cdiv(d, block_d)
     span = cdiv(columns, cdiv(columns, 7 if few(T) else 14))
     return {"BS": block_s, "BT": block_t, "BN": block_n, "BD": block_d, "span": span, "num_warps": 4, "STAGES": 3}
@@ -129,4 +128,4 @@ def dv_tiles(T: int, d: int, n: int, S: int, size: int) -> dict:
     columns = cdiv(d, block_d) * cdiv(n, tiles["BN"])
     programs = max(1, min(cdiv(T, tiles["BT"]), cdiv(4 * SMS, columns)))
     del tiles["BK"]
-    return {**tiles, "BQ": max(tiles["BS"], 16), "BD": block_d, "programs": programs, "STAGES": 2}
+    return {**tiles, "BQ": max(tiles["BS"], 16), "BD": block_d, "programs": programs, "STAGES": 3}

@@ -38,6 +38,18 @@ def split_queries(q: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return parts
 
 
+def _fits(name: str, x: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, strides: bool = False) -> None:
+    """Raise ValueError unless a caller's buffer has this shape and dtype and is contiguous (or along T, if strides)."""
+    if x is None:
+        return
+    dense = x.is_contiguous() if not strides else x.stride(-1) == 1 or x.shape[-1] == 1
+    if tuple(x.shape) != shape or x.dtype != dtype or not dense:
+        kind = "a last stride of 1" if strides else "contiguous"
+        raise ValueError(
+            f"{name}: found {tuple(x.shape)} {x.dtype} with strides {x.stride()}, expected {shape} {dtype}, {kind}"
+        )
+
+
 def _scores(v: Sequence[Tensor] | None, add, q, eps, s, r) -> None:
     """Scores of sources `v`, or of the sum `add` = (update, prefix, block); writes s `[S, n, T]` and r `[n, T]`."""
     b = bank(v if add is None else [add[2]])
@@ -88,6 +100,7 @@ def _scores(v: Sequence[Tensor] | None, add, q, eps, s, r) -> None:
 def scores(sources, q, eps, out=None):
     """See :func:`tilewise.depth.eager.scores`. `out` `[S, n, T]` fp32 may have any strides but 1 along T."""
     T, n = sources[0].shape[0], len(sources)
+    _fits("out", out, (q.shape[0], n, T), torch.float32, strides=True)
     s = torch.empty((q.shape[0], n, T), dtype=torch.float32, device=q.device) if out is None else out
     r = torch.empty((n, T), dtype=torch.float32, device=q.device)
     if T and q.shape[0]:
@@ -99,6 +112,8 @@ def complete(update, prefix, q, eps, block=None, out=None):
     """See :func:`tilewise.depth.eager.complete`. `block` and `out` `[S, T]` receive the results, if given."""
     update, prefix = update.contiguous(), prefix.contiguous()
     T = update.shape[0]
+    _fits("block", block, tuple(update.shape), update.dtype)
+    _fits("out", out, (q.shape[0], T), torch.float32, strides=True)
     block = torch.empty_like(update) if block is None else block
     s = torch.empty((q.shape[0], T), dtype=torch.float32, device=q.device) if out is None else out
     r = torch.empty((1, T), dtype=torch.float32, device=q.device)
@@ -113,6 +128,8 @@ def combine(sources, s, out=None, lse=None):
     """See :func:`tilewise.depth.eager.combine`. `out` `[S, T, d]` and `lse` `[S, T]` receive the results, if given."""
     b = bank(sources)
     like, (T, d), (S, n) = b.base, b.base.shape, s.shape[:2]
+    _fits("out", out, (S, T, d), like.dtype)
+    _fits("lse", lse, (S, T), torch.float32)
     o1 = torch.empty((S, T, d), dtype=like.dtype, device=like.device) if out is None else out
     lse = torch.empty((S, T), dtype=torch.float32, device=like.device) if lse is None else lse
     if T == 0 or S == 0:

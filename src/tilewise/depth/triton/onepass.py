@@ -104,7 +104,7 @@ def mix_fwd_kernel(
 
 
 @triton.jit
-def _give(v, q, h, dh, lse, eps, D: tl.constexpr):
+def _give(v, q, h, dh, mx, l, eps, D: tl.constexpr):
     """(dv, dq of this row) of one source: a dh + ds (r q - s r^2 / d v), ds = a <dh, v - h>.
 
     The difference is taken before the sum: with correlated sources <dh, v> and <dh, h> cancel, v - h does not round.
@@ -114,7 +114,7 @@ def _give(v, q, h, dh, lse, eps, D: tl.constexpr):
     vv, vq, g = tl.reduce((v * v, v * q, (v - h) * dh), 0, sum3)
     r = tl.rsqrt(vv / D + eps)
     s = vq * r
-    a = tl.exp(s - lse)
+    a = tl.exp(s - mx) / l
     ds = a * g
     return a * dh + ds * (r * q - (s * r * r / D) * v), ds * r * v
 
@@ -171,7 +171,6 @@ def mix_bwd_kernel(
                 v = tl.load(aligned(table, j, dtype) + row, mask=m, other=0.0)
                 mx, l, h = _take(v, q, mx, l, h, eps, D)
         h = h / l
-        lse = mx + tl.log(l)
         dh = tl.load(dy_ptr + out, mask=m, other=0.0).to(tl.float32)
         if NORM:
             w = tl.load(w_ptr + c, mask=m, other=0.0).to(tl.float32)
@@ -181,7 +180,7 @@ def mix_bwd_kernel(
             dw += h * rh * dh
             dh = (wdy - h * (rh * rh * hw / D)) * rh
         for j in tl.static_range(N):
-            dv, dqj = _give(tl.load(sources[j] + row, mask=m, other=0.0), q, h, dh, lse, eps, D)
+            dv, dqj = _give(tl.load(sources[j] + row, mask=m, other=0.0), q, h, dh, mx, l, eps, D)
             dq += dqj
             if ADD:
                 dv += tl.load(grads[j] + out, mask=m, other=0.0)
@@ -189,14 +188,14 @@ def mix_bwd_kernel(
         if TABLE:
             for j in range(n):
                 v = tl.load(aligned(table, j, dtype) + row, mask=m, other=0.0)
-                dv, dqj = _give(v, q, h, dh, lse, eps, D)
+                dv, dqj = _give(v, q, h, dh, mx, l, eps, D)
                 dq += dqj
                 grad = aligned(grad_table, j, GRAD) + out
                 if ADD:
                     dv += tl.load(grad, mask=m, other=0.0)
                 tl.store(grad, dv.to(GRAD), mask=m)
         if PREFIX:
-            dv, dqj = _give(tl.load(p_ptr + out, mask=m, other=0.0), q, h, dh, lse, eps, D)
+            dv, dqj = _give(tl.load(p_ptr + out, mask=m, other=0.0), q, h, dh, mx, l, eps, D)
             dq += dqj
             if DP:
                 dv += tl.load(dp_ptr + out, mask=m, other=0.0).to(tl.float32)

@@ -149,11 +149,14 @@ def finish_kernel(
 
 
 @triton.jit
-def _weights(s_ptr, lse, ms, t, j, hit, s_stride_q, s_stride_n):
-    """Block-diagonal weights [(s, t), (j, t')] = exp(s - lse) where t = t'."""
+def _weights(s_ptr, mx, l, ms, t, j, hit, s_stride_q, s_stride_n):
+    """Block-diagonal weights [(s, t), (j, t')] = exp(s - max) / sum where t = t'.
+
+    exp(s - lse) would be off by the rounding of lse: the weights' sum is not 1, which shows in fp32 when sources agree.
+    """
     at = ms[:, None].to(tl.int64) * s_stride_q + j[None, :].to(tl.int64) * s_stride_n + t[:, None]
     s = tl.load(s_ptr + at, mask=hit, other=-float("inf"))
-    return tl.exp(s - lse[:, None])
+    return tl.exp(s - mx[:, None]) / l[:, None]
 
 
 @triton.jit(do_not_specialize=["T", "n", "S", "s_stride_q", "s_stride_n", "span"])
@@ -207,12 +210,13 @@ def combine_kernel(
         new = tl.maximum(tl.maximum(mx, tl.max(s, 1)), -1e30)
         l = l * tl.exp(mx - new) + tl.sum(tl.exp(s - new[:, None]), 1)
         mx = new
-    lse = mx + tl.log(tl.where(okm, l, 1.0))
+    l = tl.where(okm, l, 1.0)
+    lse = mx + tl.log(l)
     tl.store(lse_ptr + ms.to(tl.int64) * T + mt, lse, mask=okm & (first == 0))
     if ONE:
         j = b // BT
         hit = same & (j < n)[None, :] & okm[:, None]
-        w = _weights(s_ptr, lse, ms, mt, j, hit, s_stride_q, s_stride_n)
+        w = _weights(s_ptr, mx, l, ms, mt, j, hit, s_stride_q, s_stride_n)
         wh = w.to(dtype)
         if LOW:
             wl = (w - wh.to(tl.float32)).to(dtype)
@@ -232,7 +236,7 @@ def combine_kernel(
             for j0 in range(0, n, BN):
                 j = j0 + b // BT
                 hit = same & (j < n)[None, :] & okm[:, None]
-                w = _weights(s_ptr, lse, ms, mt, j, hit, s_stride_q, s_stride_n)
+                w = _weights(s_ptr, mx, l, ms, mt, j, hit, s_stride_q, s_stride_n)
                 okr = (j < n) & (rt < T)
                 rows = source_rows(
                     base, table, tl.where(okr, j, 0), tl.where(okr, rt, 0), source_stride8, row_stride8, TABLE

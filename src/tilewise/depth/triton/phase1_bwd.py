@@ -68,7 +68,7 @@ def weights_kernel(
     s_ptr, lse_ptr, dlse_ptr, r_ptr, g_ptr, a_ptr, c_ptr, T, n, S, DLSE: tl.constexpr, BS: tl.constexpr,
     BT: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
-    """a = exp(s - lse); ds = a (g - delta + dlse); g becomes ds r; c[j] = sum_l ds s r^2 / d."""
+    """a = softmax(s); ds = a (g - delta + dlse); g becomes ds r; c[j] = sum_l ds s r^2 / d."""
     t = tl.program_id(0) * BT + tl.arange(0, BT)
     q = tl.arange(0, BS)
     m = (q < S)[:, None] & (t < T)[None, :]
@@ -76,18 +76,24 @@ def weights_kernel(
     lse = tl.load(lse_ptr + row, mask=m, other=0.0)
     at = q[:, None].to(tl.int64) * n * T + t[None, :]
     shift = tl.zeros([BS, BT], tl.float32)
+    total = tl.zeros([BS, BT], tl.float32)
     for j in range(n):
         jt = tl.cast(j, tl.int64) * T
         a = tl.exp(tl.load(s_ptr + at + jt, mask=m, other=-float("inf")) - lse)
+        total += a
         shift -= a * tl.load(g_ptr + at + jt, mask=m, other=0.0)
-        tl.store(a_ptr + at + jt, a, mask=m)
+    # The weights' sum is 1 up to the rounding of lse; ds = a (g - delta) cancels, so that this rounding would show.
+    total = tl.where(m, total, 1.0)
+    shift = shift / total
     if DLSE:
         shift += tl.load(dlse_ptr + row, mask=m, other=0.0)
     for j in range(n):
         jt = tl.cast(j, tl.int64) * T
         s = tl.load(s_ptr + at + jt, mask=m, other=0.0)
         r = tl.load(r_ptr + jt + t, mask=t < T, other=0.0)
-        ds = tl.exp(tl.where(m, s, -float("inf")) - lse) * (tl.load(g_ptr + at + jt, mask=m, other=0.0) + shift)
+        a = tl.exp(tl.where(m, s, -float("inf")) - lse) / total
+        ds = a * (tl.load(g_ptr + at + jt, mask=m, other=0.0) + shift)
+        tl.store(a_ptr + at + jt, a, mask=m)
         tl.store(g_ptr + at + jt, ds * r[None, :], mask=m)
         tl.store(c_ptr + jt + t, tl.sum(ds * s, 0) * r * r / D, mask=t < T)
 

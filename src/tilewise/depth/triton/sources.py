@@ -60,8 +60,13 @@ def table(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def even_step(sources: Sequence[Tensor]) -> int | None:
-    """Bytes from each source to the next if all steps are one multiple of 16 bytes that is not negative, else None."""
-    start = sources[0].data_ptr()
+    """Bytes from each source to the next if they are evenly spaced in one storage, else None.
+
+    Tensors of their own may be evenly spaced by chance: taking that path would compile a second variant now and then.
+    """
+    start, storage = sources[0].data_ptr(), sources[0].untyped_storage().data_ptr()
+    if any(v.untyped_storage().data_ptr() != storage for v in sources[1:]):
+        return None
     step = sources[1].data_ptr() - start if len(sources) > 1 else 0
     even = step >= 0 and step % (8 * sources[0].element_size()) == 0
     return step if even and all(v.data_ptr() == start + j * step for j, v in enumerate(sources)) else None
