@@ -1,5 +1,10 @@
 """Inference state: equal to the training stream in prefill, chunks and decode; memory plans."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from test_schedule import PLANS, residual
@@ -127,3 +132,13 @@ def test_plans_print_and_refuse_bad_sizes():
         plan_memory(10, 8)
     with pytest.raises(ValueError, match="shards: found 0"):
         plan_memory(10, 8, blocks=2, shards=0)
+
+
+def test_streams_on_the_kernels_under_the_interpreter():
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "streams_interpreted.py"]
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    done = subprocess.run(
+        command, cwd=Path(__file__).parent, env=environment, capture_output=True, text=True, timeout=500
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    assert "5 passed" in done.stdout, done.stdout

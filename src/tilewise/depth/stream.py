@@ -57,6 +57,7 @@ class Reads(NamedTuple):
         eps: epsilon of the key norm.
         output_eps: epsilon of the sublayers' input norms.
         impl: implementation of the operators.
+        single: (rows of w, rows of g), if they are taken apart already: see :meth:`apart`.
     """
 
     query: Tensor
@@ -66,6 +67,11 @@ class Reads(NamedTuple):
     eps: float = 1e-6
     output_eps: float = 1e-6
     impl: str = "auto"
+    single: tuple[tuple[Tensor, ...], tuple[Tensor, ...]] | None = None
+
+    def apart(self) -> Reads:
+        """The same with all rows taken apart at once: the backward of R single rows would fill R gradients `[R, d]`."""
+        return self._replace(single=(self.query.unbind(0), self.key_weight.unbind(0)))
 
     def rows(self, start: int, end: int) -> tuple[Tensor, Tensor]:
         """(w, g) of sublayers [start, end)."""
@@ -73,7 +79,8 @@ class Reads(NamedTuple):
 
     def row(self, sublayer: int) -> tuple[Tensor, Tensor]:
         """(w, g) of one sublayer."""
-        return self.query[sublayer - self.first], self.key_weight[sublayer - self.first]
+        query, key_weight = (self.query, self.key_weight) if self.single is None else self.single
+        return query[sublayer - self.first], key_weight[sublayer - self.first]
 
 
 def chosen_norm(norms: Sequence[Tensor] | None, sublayer: int, weight: Tensor | None) -> Tensor | None:
@@ -222,7 +229,7 @@ def output(state: State, reads: Reads, norm_weight: Tensor | None) -> Tensor:
         reads: their last row holds the output query.
         norm_weight: weight of the model's final norm, or None.
     """
-    query, key_weight = reads.query[-1], reads.key_weight[-1]
+    query, key_weight = reads.row(reads.last)
     options = {"eps": reads.eps, "output_eps": reads.output_eps, "impl": reads.impl}
     if state.update is None and state.prefix is None:
         return mix_norm(state.sources, query, key_weight, norm_weight, **options)

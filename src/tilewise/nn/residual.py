@@ -101,7 +101,7 @@ class AttnRes(nn.Module):
         eager = torch.is_grad_enabled() and not torch.compiler.is_compiling()
         if norms is not None and whole and eager and not self.schedule.full:
             return SharedStream(self.schedule, reads, embedding, norms)
-        return Stream(self.schedule, reads, state, position, norms)
+        return Stream(self.schedule, reads.apart() if position is None else reads, state, position, norms)
 
     def reset_parameters(self) -> None:
         """Queries to zero, key weights to one: every read is a mean."""
