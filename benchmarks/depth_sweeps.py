@@ -64,24 +64,19 @@ def sweeps():
     add("combine 8, d 2048", "combine", (*TRAIN, 8, 8), "combine_tiles", names, rows, 16, small)
     rows = ["128 7 4 3", "128 4 4 3", "128 14 4 3", "256 4 4 3", "64 7 4 4", "128 3 4 3"]
     add("combine 8, decode", "combine", (*FEW, 8, 16), "combine_tiles", names, rows, 24, few)
-    names = "SUB BT BK splits num_warps STAGES"
-    rows = ["2 32 32 4 4 4", "2 32 32 2 4 4", "1 32 32 4 4 4", "2 32 64 4 4 3", "2 32 32 8 4 3", "2 32 32 4 8 4"]
-    rows += ["1 32 32 2 4 4", "2 32 32 3 4 4", "2 32 64 4 4 2"]
-    add("complete 96", "complete", (*BIG, 96), "score_tiles", names, rows, 3, lambda T, d, S, _: big(T, d) and S > 16)
-    rows = ["1 32 128 1 4 3", "1 32 64 1 4 3", "1 32 32 1 4 4", "1 32 128 1 4 2", "1 32 64 1 4 4", "2 32 64 1 4 3"]
+    names = "GRAM SUB BT BK splits num_warps STAGES"
+    rows = ["0 2 32 32 2 4 4", "1 1 32 64 2 4 3", "1 2 32 64 2 4 3", "1 2 32 64 4 4 3", "1 2 32 32 2 4 4"]
+    rows += ["1 1 32 64 4 4 3", "1 2 32 64 3 8 3", "1 1 32 128 4 4 2"]
+    for S in (96, 32):
+        where = lambda T, d, m, _, S=S: big(T, d) and m > 16 and (m > 64) == (S > 64)  # noqa: E731
+        add(f"complete {S}", "complete", (*BIG, S), "score_tiles", names, rows, 3, where)
+    rows = ["0 1 32 32 1 4 4", "1 1 32 128 1 4 3", "1 1 32 64 1 4 4", "1 1 32 32 1 4 4", "1 2 32 64 1 4 3"]
     add("scores 8", "scores", (*TRAIN, 8, 8), "score_tiles", names, rows, 8, small)
-    rows = [
-        "1 16 128 14 4 3",
-        "1 16 128 8 4 3",
-        "1 16 64 14 4 4",
-        "1 16 64 28 4 3",
-        "1 32 64 28 4 3",
-        "1 16 256 14 4 2",
-    ]
+    rows = ["0 1 16 128 14 4 3", "1 1 16 128 14 4 3", "1 1 32 128 28 4 3", "1 1 16 256 14 4 2", "1 1 32 64 28 4 3"]
     add("complete 48, decode", "complete", (*FEW, 48), "score_tiles", names, rows, 3, few)
     rows = ["8 0", "8 1", "16 0", "16 1", "4 0"]
     add("merge, decode", "merge", FEW, "merge_warps", "num_warps one", rows, 5, few)
-    for n in (2, 8):
+    for n in (2, 4):
         rows = ["8", "16", "32"]
         add(
             f"mix {n}, decode",

@@ -117,7 +117,10 @@ def test_a_bank_equals_a_list_and_scattered_rows():
 @pytest.mark.usefixtures("tokens")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("S", [5, 18])
-def test_scores_ahead(dtype, S):
+@pytest.mark.parametrize("gram", [0, 1])
+def test_scores_ahead(dtype, S, gram, monkeypatch):
+    tiles = config.score_tiles
+    monkeypatch.setattr(config, "score_tiles", lambda *shape: {**tiles(*shape), "GRAM": gram})
     v, w, g, _, u, p = make(2, S, 5, 40, dtype)
     b, s = depth.complete(u, p, w, g, impl="triton")
     assert torch.equal(b, u + p)

@@ -88,16 +88,26 @@ def score_tiles(T: int, d: int, S: int, size: int) -> dict:
     """SUB tiles of BT tokens, BK columns, BS queries, splits of d; `size` is the element size in bytes.
 
     The queries (high and low parts) come from L2 for every program: two tiles of tokens share them. Splitting d keeps
-    enough loads in flight: 8,192 tokens are only 128 such programs.
+    enough loads in flight: 8,192 tokens are only 128 such programs. GRAM takes the sums of squares from products
+    (see `phase1`); a block is then completed by an add and a read of its own.
     """
     block_s = min(max(next_power_of_2(S), 16), 128 if size == 2 else 32)
     if few(T):
         splits = max(1, min(cdiv(d, 512), 16))
-        tiles = {"SUB": 1, "BT": 16, "BK": 128, "BS": block_s, "splits": splits, "num_warps": 4, "STAGES": 3}
+        tiles = {"GRAM": 0, "SUB": 1, "BT": 16, "BK": 128, "BS": block_s, "splits": splits, "num_warps": 4, "STAGES": 3}
     else:
         splits = 2 if d >= 4096 and S > 16 else 1
         sub = 2 if S > 16 else 1
-        tiles = {"SUB": sub, "BT": 32, "BK": 32, "BS": block_s, "splits": splits, "num_warps": 4, "STAGES": 4}
+        tiles = {
+            "GRAM": 0,
+            "SUB": sub,
+            "BT": 32,
+            "BK": 32,
+            "BS": block_s,
+            "splits": splits,
+            "num_warps": 4,
+            "STAGES": 4,
+        }
     return tiles if size == 2 else {**tiles, "BK": 32, "STAGES": 2}
 
 

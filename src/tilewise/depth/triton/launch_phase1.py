@@ -120,7 +120,11 @@ def complete(update, prefix, q, eps, block=None, out=None):
     if q.shape[0] == 0:
         torch.add(update, prefix, out=block)
     elif T:
-        _scores(None, (update, prefix, block), q, eps, s[:, None], r)
+        if config.score_tiles(*update.shape, len(q), update.element_size())["GRAM"]:
+            torch.add(update, prefix, out=block)
+            _scores([block], None, q, eps, s[:, None], r)
+        else:
+            _scores(None, (update, prefix, block), q, eps, s[:, None], r)
     return block, s, r[0]
 
 

@@ -12,8 +12,14 @@ from tilewise.depth.triton.common import source_rows
 
 
 @triton.jit
-def _rows_of(base, update, prefix, block, rows, c, t, T, write, ADD: tl.constexpr, D: tl.constexpr):
-    """A tile of source rows, read or summed (and written), and its sums of squares."""
+def _rows_of(
+    base, update, prefix, block, rows, c, t, T, write, vv, ADD: tl.constexpr, GRAM: tl.constexpr, D: tl.constexpr
+):
+    """A tile of source rows, read or summed (and written), and `vv` plus its sums of squares.
+
+    GRAM keeps v v^T, whose diagonal these are: a tile that only feeds products goes from memory to the tensor cores
+    without a change of layout.
+    """
     m = (t < T)[:, None] & (c < D)[None, :]
     if ADD:
         at = rows[:, None] + c[None, :]
@@ -22,8 +28,12 @@ def _rows_of(base, update, prefix, block, rows, c, t, T, write, ADD: tl.constexp
         tl.store(block + at, v, mask=m & write)
     else:
         v = tl.load(rows[:, None] + c[None, :], mask=m, other=0.0)
-    wide = v.to(tl.float32)
-    return v, tl.sum(wide * wide, 1)
+    if GRAM:
+        vv = _product(v, tl.trans(v), vv, base.dtype.element_ty != tl.float32)
+    else:
+        wide = v.to(tl.float32)
+        vv += tl.sum(wide * wide, 1)
+    return v, vv
 
 
 @triton.jit
@@ -72,6 +82,7 @@ def scores_kernel(
     ADD: tl.constexpr,
     LOW: tl.constexpr,
     SPLIT: tl.constexpr,
+    GRAM: tl.constexpr,
     SUB: tl.constexpr,
     BT: tl.constexpr,
     BK: tl.constexpr,
@@ -91,7 +102,10 @@ def scores_kernel(
     sq = q0 + tl.arange(0, BS)
     ck = tl.arange(0, BK)
     acc = tl.zeros([BT, BS], tl.float32)
-    vv = tl.zeros([BT], tl.float32)
+    if GRAM:
+        vv = tl.zeros([BT, BT], tl.float32)
+    else:
+        vv = tl.zeros([BT], tl.float32)
     if ADD:
         rows = t.to(tl.int64) * D
     else:
@@ -103,11 +117,9 @@ def scores_kernel(
     # `chunk` counts tiles of BK columns: only so does the compiler know the alignment and copy 16 bytes at a time.
     for i in tl.range(part * chunk, tl.minimum(part * chunk + chunk, tl.cdiv(D, BK)), num_stages=STAGES):
         k = i * BK
-        v, vs = _rows_of(base, update, prefix, block, rows, k + ck, t, T, q0 == 0, ADD, D)
-        vv += vs
+        v, vv = _rows_of(base, update, prefix, block, rows, k + ck, t, T, q0 == 0, vv, ADD, GRAM, D)
         if SUB == 2:
-            v2, vs = _rows_of(base, update, prefix, block, rows2, k + ck, t + BT, T, q0 == 0, ADD, D)
-            vv2 += vs
+            v2, vv2 = _rows_of(base, update, prefix, block, rows2, k + ck, t + BT, T, q0 == 0, vv2, ADD, GRAM, D)
         qm = (sq < S)[:, None] & (k + ck < D)[None, :]
         qat = sq[:, None].to(tl.int64) * D + (k + ck)[None, :]
         qh = tl.trans(tl.load(q_high + qat, mask=qm, other=0.0, eviction_policy="evict_last"))
@@ -119,6 +131,11 @@ def scores_kernel(
             acc = _product(v, ql, acc, LOW)
             if SUB == 2:
                 acc2 = _product(v2, ql, acc2, LOW)
+    if GRAM:
+        same = tl.arange(0, BT)[:, None] == tl.arange(0, BT)[None, :]
+        vv = tl.sum(tl.where(same, vv, 0.0), 1)
+        if SUB == 2:
+            vv2 = tl.sum(tl.where(same, vv2, 0.0), 1)
     s_at = s_ptr + sq[None, :].to(tl.int64) * s_stride_q + j.to(tl.int64) * s_stride_n
     r_at = r_ptr + j.to(tl.int64) * T
     if SPLIT:
