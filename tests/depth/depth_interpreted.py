@@ -151,6 +151,26 @@ def test_serving_contract(n, write, delta):
     assert torch.equal(bank, b2)
 
 
+def test_contracts_hold_for_the_kernels():
+    v, w, _, o, u, p = make(2, 3, 2, 16, torch.float32)
+    op, norm, tests = torch.ops.tilewise, (1e-6, 1e-6, "triton"), ("test_schema", "test_faketensor")
+    s, r = op.depth_scores(v, w, 1e-6, "triton")
+    o1, lse = op.depth_combine(v, s, "triton")
+    calls = [
+        (op.depth_mix, (v, u, p, w[0], o, *norm)),
+        (op.depth_mix_bwd, (u, p, v, p, w[0], o, *norm)),
+        (op.depth_scores, (v, w, 1e-6, "triton")),
+        (op.depth_complete, (u, p, w, 1e-6, "triton")),
+        (op.depth_combine, (v, s, "triton")),
+        (op.depth_phase1_bwd, (o1, lse, v, w, s, lse, r, "triton")),
+        (op.depth_phase2, (u, p, o1[0], lse[0], w[0], o, *norm)),
+        (op.depth_phase2_bwd, (u, p, p, o1[0], lse[0], w[0], o, *norm)),
+        (op.depth_serve_, (u, p, torch.randn(2, 4, 16), w[0], o, 2, 3, *norm)),
+    ]
+    for packet, args in calls:
+        assert set(torch.library.opcheck(packet.default, args, test_utils=tests).values()) == {"SUCCESS"}
+
+
 @triton.jit
 def address_kernel(base, table, out, stride8):
     j = tl.arange(0, 4)

@@ -10,7 +10,9 @@ __all__ = [
     "merge_bwd",
     "merge_warps",
     "mix_bwd",
+    "mix_few",
     "mix_warps",
+    "one_reduction",
     "score_tiles",
 ]
 
