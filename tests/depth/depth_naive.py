@@ -11,7 +11,7 @@ def attend(values, w, g, eps=1e-6):
     """h = sum_j softmax_j(w . (RMSNorm(v_j) * g)) v_j."""
     v = torch.stack(values)
     wide = v if v.dtype == torch.float64 else v.float()
-    scores = ((rms(wide, eps) * g.to(wide.dtype)) * w.to(wide.dtype)).sum(-1)
+    scores = (rms(wide, eps) * g.to(wide.dtype)) @ w.to(wide.dtype)
     return (scores.softmax(0)[..., None] * wide).sum(0).to(v.dtype)
 
 

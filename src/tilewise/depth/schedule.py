@@ -131,9 +131,11 @@ class Schedule:
         return cls(sublayers, tuple(range(0, sublayers, size)), False, one_pass_sources, max_queries)
 
     @classmethod
-    def at(cls, sublayers: int, starts: Sequence[int], *, one_pass_sources: int = 2) -> Schedule:
+    def at(
+        cls, sublayers: int, starts: Sequence[int], *, one_pass_sources: int = 2, max_queries: int | None = None
+    ) -> Schedule:
         """Blocks that start at the sublayers named, in any uneven division."""
-        return cls(sublayers, tuple(starts), False, one_pass_sources)
+        return cls(sublayers, tuple(starts), False, one_pass_sources, max_queries)
 
     @classmethod
     def full_attention(cls, sublayers: int, group: int | None = None, *, one_pass_sources: int = 1) -> Schedule:

@@ -1,0 +1,124 @@
+"""Streams on a CUDA device: budgets against fp64, the side stream, CUDA graphs, training with shared gradients."""
+
+import depth_naive as naive
+import pytest
+import torch
+
+from tilewise.depth import InferenceState, Schedule
+from tilewise.nn import AttnRes
+from tilewise.testing import assert_within_budget
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+SCHEDULES = {
+    "block": Schedule.block(24, 5),
+    "boundaries": Schedule.at(24, (0, 1, 2, 9, 16), one_pass_sources=0, max_queries=3),
+    "full": Schedule.full_attention(24),
+}
+
+
+def make(schedule, d, dtype):
+    module = AttnRes(d, schedule, device="cuda", dtype=dtype)
+    with torch.no_grad():
+        module.query.normal_(std=0.5)
+        module.key_weight.normal_(1, 0.2)
+    return module
+
+
+def exact(schedule, module, x, updates, norms):
+    """Reads in fp64 from the equations, each normed."""
+    x, updates, norms = (t.double() for t in (x, updates, norms))
+    query, key = module.query.double(), module.key_weight.double()
+    functions = [lambda h, u=u: u for u in updates]
+    how = (naive.full, ()) if schedule.full else (naive.block, (schedule.starts,))
+    inputs, out = how[0](x, functions, query, key, *how[1])
+    return [naive.rms(h) * w for h, w in zip([*inputs, out], norms, strict=True)]
+
+
+def low(schedule, module, x, updates, norms):
+    """The same in the storage dtype, dense."""
+    functions = [lambda h, u=u: u for u in updates]
+    how = (naive.full, ()) if schedule.full else (naive.block, (schedule.starts,))
+    inputs, out = how[0](x, functions, module.query, module.key_weight, *how[1])
+    return [(naive.rms(h.float()) * w.float()).to(x.dtype) for h, w in zip([*inputs, out], norms, strict=True)]
+
+
+def reads(stream, updates, norms):
+    found = []
+    for l, u in enumerate(updates):
+        found.append(stream.read(l, norms[l]).clone())
+        stream.write(l, u)
+    return [*found, stream.output(norms[-1])]
+
+
+@pytest.mark.parametrize("overlap", [0, 4096])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_inference_within_budget(name, dtype, overlap):
+    schedule, d = SCHEDULES[name], 2304
+    module = make(schedule, d, dtype)
+    norms = torch.rand(25, d, device="cuda").add(0.5).to(dtype)
+    state = InferenceState(schedule, module.reads(), max_tokens=1024, overlap_tokens=overlap)
+    for tokens in (1024, 1, 7):
+        x = torch.randn(tokens, d, device="cuda").to(dtype)
+        updates = torch.randn(24, tokens, d, device="cuda").to(dtype)
+        with torch.no_grad():
+            found = reads(state(x), updates, norms)
+            oracle, dense = exact(schedule, module, x, updates, norms), low(schedule, module, x, updates, norms)
+        # In fp32 a token's error is that of one score, so a single read's largest errors are two draws of one variable.
+        assert_within_budget(f"reads of {tokens}", *(torch.stack(values) for values in (found, dense, oracle)))
+
+
+def test_a_decode_step_in_a_cuda_graph():
+    schedule, d = Schedule.block(24, 5), 1024
+    module, norms = make(schedule, d, torch.bfloat16), torch.ones(25, d, device="cuda", dtype=torch.bfloat16)
+    state = InferenceState(schedule, module.reads(), max_tokens=8)
+    x = torch.randn(8, d, device="cuda", dtype=torch.bfloat16)
+
+    @torch.no_grad()
+    def step():
+        stream = state(x)
+        for l in range(24):
+            stream.write(l, torch.sin(stream.read(l, norms[l])))
+        return stream.output(norms[24])
+
+    warm = torch.cuda.Stream()
+    with torch.cuda.stream(warm):
+        step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    for _ in range(3):
+        x.copy_(torch.randn_like(x))
+        graph.replay()
+        torch.testing.assert_close(captured, step(), rtol=0, atol=0)
+
+
+def test_training_gradients_within_budget():
+    schedule, d, tokens = Schedule.block(16, 4), 1024, 513
+    low_module = make(schedule, d, torch.bfloat16)
+    exact_module = AttnRes(d, schedule, device="cuda", dtype=torch.float64)
+    exact_module.load_state_dict(low_module.state_dict())
+    x = torch.randn(tokens, d, device="cuda", dtype=torch.bfloat16)
+    updates = torch.randn(16, tokens, d, device="cuda", dtype=torch.bfloat16)
+    seeds = torch.randn(17, tokens, d, device="cuda", dtype=torch.bfloat16)
+    norm = torch.ones(d, device="cuda", dtype=torch.bfloat16)
+
+    def run(module, dtype, shared):
+        leaves = [t.detach().to(dtype).requires_grad_() for t in (x, updates)]
+        ones = norm.to(dtype)
+        if shared:
+            found = reads(module(leaves[0], norms=[ones] * 16), leaves[1], [ones] * 17)
+        else:
+            functions = [lambda h, u=u: u for u in leaves[1]]
+            inputs, out = naive.block(leaves[0], functions, module.query, module.key_weight, schedule.starts)
+            found = [naive.rms(h) for h in [*inputs, out]]
+        loss = sum((y * s.to(dtype)).sum(dtype=torch.float64) for y, s in zip(found, seeds, strict=True))
+        return torch.autograd.grad(loss, [*leaves, module.query, module.key_weight])
+
+    got = run(low_module, torch.bfloat16, True)
+    dense = run(low_module, torch.bfloat16, False)
+    oracle = run(exact_module, torch.float64, False)
+    for name, *values in zip(("dx", "dupdates", "dquery", "dkey"), got, dense, oracle, strict=True):
+        assert_within_budget(name, *values)
