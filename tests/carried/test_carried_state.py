@@ -9,6 +9,7 @@ import pytest
 import torch
 from carried_cases import CarriedConfig, dense, grads_of, inputs, run
 from torch.distributed.utils import _apply_to_tensors
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from tilewise.carried import Carry, TileLayout, carried_attention
@@ -217,3 +218,44 @@ def test_reference_implementation_through_the_same_call():
     out = run(dataclasses.replace(config("auto"), impl="reference"), q, k, v)
     for a, b in zip(out, run(config("mixed"), q, k, v), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_a_carry_may_feed_two_layers(plan):
+    """The gradients that both ask of it add up; the mixed plan's buffer is written at layer 1 at the earliest."""
+    q, k, v = inputs(layers=3)
+    results = []
+    for options in ({"plan": plan}, {"impl": "reference"}):
+        shape = dataclasses.replace(config("auto", layers=2), **options)
+        o, carry = carried_attention(q[0], k[0], v[0], Carry(shape))
+        left, _ = carried_attention(q[1], k[1], v[1], carry)
+        right, _ = carried_attention(q[2], k[2], v[2], carry)
+        loss = (o**2).sum() + (left**3).sum() + right.sin().sum()
+        results.append(torch.autograd.grad(loss, [*q, *k, *v]))
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-11)
+
+
+class Largest(TorchDispatchMode):
+    """The largest tensor that any operation returned, in elements."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for t in out if isinstance(out, tuple | list) else [out]:
+            if isinstance(t, torch.Tensor):
+                self.numel = max(self.numel, t.untyped_storage().nbytes() // t.element_size())
+        return out
+
+
+def test_recompute_needs_memory_in_proportion_to_length():
+    largest = []
+    for T in (256, 512):
+        q, k, v = inputs(H=2, Hk=2, T=T, d=8, dtype=torch.float32)
+        with Largest() as mode:
+            out = run(config("recompute"), q, k, v)
+            grads_of(out, [*q, *k, *v], [torch.ones_like(o) for o in out])
+        largest.append(mode.numel)
+    assert largest[1] <= 2 * largest[0]
+    assert largest[1] < 2 * 512 * 512 / 4

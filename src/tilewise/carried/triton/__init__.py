@@ -1,0 +1,1 @@
+"""Triton kernels of carried attention; imported only when one is started."""

@@ -13,7 +13,9 @@ from .tiles import (
     base_of,
     bounds_of,
     load_each,
+    load_gains,
     load_packed,
+    load_shifts,
     softmax_argument,
     store_packed,
     summed,
@@ -46,13 +48,13 @@ def score_gradient(u, v, do, lse, delta, seen, seed, bh, i0, j0, scale, bend, fa
 
 
 @triton.jit
-def back_to(ds, gains, bounds, b, h, H, B, i, j, Tq, COUNT: tl.constexpr, TARGET: tl.constexpr, GAIN: tl.constexpr,
+def back_to(ds, gains, bounds, b, B, i, j, Tq, COUNT: tl.constexpr, TARGET: tl.constexpr, GAIN: tl.constexpr,
             UNIFORM: tl.constexpr, BATCHED: tl.constexpr):  # fmt: skip
     """The gradient of layer TARGET's scores from that of the last one's."""
     for r in tl.static_range(COUNT - 1 - TARGET):
         t = COUNT - 1 - r
         if GAIN:
-            ds = ds * tl.load(gains + t * H + h)
+            ds = ds * gains[t]
         if not UNIFORM:
             lo, hi = bounds_of(bounds, t - 1, b, i, B, Tq, BATCHED)
             ds = tl.where(visible(lo, hi, j), ds, 0.0)
@@ -60,7 +62,7 @@ def back_to(ds, gains, bounds, b, h, H, B, i, j, Tq, COUNT: tl.constexpr, TARGET
 
 
 @triton.jit
-def _queries(dk, dv, dg, q, kt, sq, v, do, sdo, lse, delta, z, e, gains, shifts, bounds, rows, seed, b, bh, h, H, B,
+def _queries(dk, dv, dg, q, kt, sq, v, do, sdo, lse, delta, z, e, gains, shifts, bounds, rows, seed, b, bh, h, B,
              j0, tn, a, e_row, Tq, M, slots, back, planes, scale, bend, factor, drop, inverse, D: tl.constexpr,
              DV: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, S: tl.constexpr,
              DTYPE: tl.constexpr, TOP: tl.constexpr, OWN: tl.constexpr, ENTERS: tl.constexpr, COUNT: tl.constexpr,
@@ -87,7 +89,8 @@ def _queries(dk, dv, dg, q, kt, sq, v, do, sdo, lse, delta, z, e, gains, shifts,
                 u = tl.where(entered, u, 0.0)
         taken = u
         if not OWN:
-            u, taken = summed(u, qt, kt, gains, shifts, bounds, b, bh, h, H, B, i, j, Tq, planes, DTYPE, TOP, ENTERS,
+            each_shift = load_shifts(shifts, bh, i, planes, Tq, COUNT, CENTRE)
+            u, taken = summed(u, qt, kt, gains, each_shift, bounds, b, B, i, j, Tq, DTYPE, TOP, ENTERS,
                               COUNT, GAIN, CENTRE, ROUND, UNIFORM, BATCHED, TARGET)  # fmt: skip
         lo, hi = bounds_of(bounds, COUNT - 1 if not UNIFORM else 0, b, i, B, Tq, BATCHED)
         seen = visible(lo, hi, j)
@@ -111,7 +114,7 @@ def _queries(dk, dv, dg, q, kt, sq, v, do, sdo, lse, delta, z, e, gains, shifts,
             if ETYPE == tl.float16:
                 kept_ds = tl.minimum(tl.maximum(ds, -65504.0), 65504.0)
             store_packed(e, slot, i0 - tm * S, j0 - tn * S, kept_ds.to(ETYPE), S, BM, BN, TMA)
-        ds = back_to(ds, gains, bounds, b, h, H, B, i, j, Tq, COUNT, TARGET, GAIN, UNIFORM, BATCHED)
+        ds = back_to(ds, gains, bounds, b, B, i, j, Tq, COUNT, TARGET, GAIN, UNIFORM, BATCHED)
         dk = tl.dot(tl.trans(ds.to(g.dtype)), qt[TARGET], dk, input_precision="ieee")
         if LEARNED:
             if MASKED:
@@ -145,6 +148,7 @@ def keys_gradient(q0, q1, q2, q3, k0, k1, k2, k3, v, do, lse, delta, z, e, dk, d
     whole_end = tl.load(columns + 3 * N + tn)
     kt = load_each((k0, k1, k2, k3), sk, b, hk, j0, Tk, D, BN, BD, COUNT, TMA)
     vt = load_rows(v, sv, b, hk, j0, Tk, DV, BN, BV, TMA)
+    each_gain = load_gains(gains, h, H, COUNT, GAIN)
     dkt = tl.zeros([BN, BD], tl.float32)
     dvt = tl.zeros([BN, BV], tl.float32)
     dgt = tl.zeros([BN], tl.float32)
@@ -162,7 +166,7 @@ def keys_gradient(q0, q1, q2, q3, k0, k1, k2, k3, v, do, lse, delta, z, e, dk, d
             a = last
             end = own_end
         dkt, dvt, dgt = _queries(dkt, dvt, dgt, (q0, q1, q2, q3), kt, sq, vt, do, sdo, lse, delta, z,
-                                 e, gains, shifts, bounds, rows, seed, b, bh, h, H, B, j0, tn, a * S,
+                                 e, each_gain, shifts, bounds, rows, seed, b, bh, h, B, j0, tn, a * S,
                                  tl.minimum(end * S, Tq), Tq, M, slots, back, B * H, scale, bend, factor, drop, inverse,
                                  D, DV, BD, BV, BM, BN, S, DTYPE, TOP, OWN, ENTERS, COUNT, TARGET, GAIN, LEARNED,
                                  CENTRE, ROUND, UNIFORM, BATCHED, CLOSED, SOFTCAP, DROPOUT, READS_E, STORES_E, ETYPE,
@@ -221,6 +225,8 @@ def queries_again(q0, q1, q2, q3, k0, k1, k2, k3, v, do, lse, delta, z, dq, gain
     before_end = tl.load(rows + 4 * M + tm)
     qt = load_each((q0, q1, q2, q3), sq, b, h, i0, Tq, D, BM, BD, COUNT, TMA)
     g = load_rows(do, sdo, b, h, i0, Tq, DV, BM, BV, TMA)
+    each_gain = load_gains(gains, h, H, COUNT, GAIN)
+    each_shift = load_shifts(shifts, bh, i, B * H, Tq, COUNT, CENTRE)
     acc = tl.zeros([BM, BD], tl.float32)
     first = tl.load(rows + M + tm) * S
     for j0 in tl.range(first, tl.minimum(tl.load(rows + 2 * M + tm) * S, Tk), BN, num_stages=STAGES):
@@ -233,11 +239,11 @@ def queries_again(q0, q1, q2, q3, k0, k1, k2, k3, v, do, lse, delta, z, dq, gain
             if not UNIFORM and not OWN:
                 u = tl.where((tn >= before) & (tn < before_end), u, 0.0)
         if not OWN:
-            u, _ = summed(u, qt, kt, gains, shifts, bounds, b, bh, h, H, B, i, j, Tq, B * H, DTYPE, TOP, ENTERS, COUNT,
+            u, _ = summed(u, qt, kt, each_gain, each_shift, bounds, b, B, i, j, Tq, DTYPE, TOP, ENTERS, COUNT,
                           GAIN, CENTRE, ROUND, UNIFORM, BATCHED, TARGET)  # fmt: skip
         vt = load_rows(v, sv, b, hk, j0, Tk, DV, BN, BV, TMA)
         _, ds = score_gradient(u, vt, g, row, d_row, visible(lo, hi, j), seed, bh, i0, j0, scale, bend, factor, drop,
                                inverse, BM, BN, SOFTCAP, DROPOUT, True)  # fmt: skip
-        ds = back_to(ds, gains, bounds, b, h, H, B, i, j, Tq, COUNT, TARGET, GAIN, UNIFORM, BATCHED)
+        ds = back_to(ds, each_gain, bounds, b, B, i, j, Tq, COUNT, TARGET, GAIN, UNIFORM, BATCHED)
         acc = tl.dot(ds.to(g.dtype), kt[TARGET], acc, input_precision="ieee")
     store_rows(dq, sdq, b, h, i0, Tq, acc * final, D, BM, BD)

@@ -10,7 +10,9 @@ from .tiles import (
     base_of,
     bounds_of,
     load_each,
+    load_gains,
     load_packed,
+    load_shifts,
     softmax_argument,
     store_packed,
     summed,
@@ -21,9 +23,8 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def _keys(acc, l, m, q, k, sk, v, sv, z_in, z_out, gains, shifts, bounds, rows, seed, lo, hi, b, bh, h, hk, H, B, i0,
-          tm, base, before, before_end, a, e, Tq, Tk, planes, slots, scale, bend, drop, D: tl.constexpr,
-          DV: tl.constexpr,
+def _keys(acc, l, m, q, k, sk, v, sv, z_in, z_out, gains, shifts, bounds, seed, lo, hi, b, bh, hk, B, i0, tm, base,
+          before, before_end, a, e, Tq, Tk, slots, scale, bend, drop, D: tl.constexpr, DV: tl.constexpr,
           BD: tl.constexpr, BV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, S: tl.constexpr, DTYPE: tl.constexpr,
           TOP: tl.constexpr, ENTERS: tl.constexpr, WRITES: tl.constexpr, COUNT: tl.constexpr, GAIN: tl.constexpr,
           CENTRE: tl.constexpr, ROUND: tl.constexpr, UNIFORM: tl.constexpr, BATCHED: tl.constexpr,
@@ -41,7 +42,7 @@ def _keys(acc, l, m, q, k, sk, v, sv, z_in, z_out, gains, shifts, bounds, rows, 
             if not UNIFORM:
                 u = tl.where((tn >= before) & (tn < before_end), u, 0.0)
         kt = load_each(k, sk, b, hk, j0, Tk, D, BN, BD, COUNT, TMA)
-        u, _ = summed(u, q, kt, gains, shifts, bounds, b, bh, h, H, B, i, j, Tq, planes, DTYPE, TOP, ENTERS, COUNT,
+        u, _ = summed(u, q, kt, gains, shifts, bounds, b, B, i, j, Tq, DTYPE, TOP, ENTERS, COUNT,
                       GAIN, CENTRE, ROUND, UNIFORM, BATCHED, 0)  # fmt: skip
         if MASKED:
             seen = visible(lo, hi, j)
@@ -98,6 +99,8 @@ def attend(q0, q1, q2, q3, k0, k1, k2, k3, v, o, lse, z_in, z_out, gains, shifts
     lo, hi = bounds_of(bounds, COUNT - 1 if not UNIFORM else 0, b, i, B, Tq, BATCHED)
 
     q = load_each((q0, q1, q2, q3), sq, b, h, i0, Tq, D, BM, BD, COUNT, TMA)
+    each_gain = load_gains(gains, h, H, COUNT, GAIN)
+    each_shift = load_shifts(shifts, bh, i, B * H, Tq, COUNT, CENTRE)
     acc = tl.zeros([BM, BV], tl.float32)
     l = tl.zeros([BM], tl.float32)
     # Finite, so that rows whose first tiles are masked do not meet −∞ − (−∞).
@@ -118,11 +121,10 @@ def attend(q0, q1, q2, q3, k0, k1, k2, k3, v, o, lse, z_in, z_out, gains, shifts
         if part == 2:
             a = last
             e = own_end
-        acc, l, m = _keys(acc, l, m, q, (k0, k1, k2, k3), sk, v, sv, z_in, z_out, gains, shifts, bounds, rows, seed, lo,
-                          hi, b, bh, h, hk, H, B, i0, tm, base, before, before_end, a * S, tl.minimum(e * S, Tk), Tq,
-                          Tk, B * H, slots, scale, bend, drop, D, DV, BD, BV, BM, BN, S, DTYPE, TOP, ENTERS, WRITES,
-                          COUNT, GAIN, CENTRE, ROUND, UNIFORM, BATCHED, SOFTCAP, DROPOUT, part != 1, TMA,
-                          STAGES)  # fmt: skip
+        acc, l, m = _keys(acc, l, m, q, (k0, k1, k2, k3), sk, v, sv, z_in, z_out, each_gain, each_shift, bounds, seed,
+                          lo, hi, b, bh, hk, B, i0, tm, base, before, before_end, a * S, tl.minimum(e * S, Tk), Tq, Tk,
+                          slots, scale, bend, drop, D, DV, BD, BV, BM, BN, S, DTYPE, TOP, ENTERS, WRITES, COUNT, GAIN,
+                          CENTRE, ROUND, UNIFORM, BATCHED, SOFTCAP, DROPOUT, part != 1, TMA, STAGES)  # fmt: skip
     empty = l == 0.0
     l = tl.where(empty, 1.0, l)
     scaled = acc / l[:, None]

@@ -81,6 +81,44 @@ def load_each(x, strides, b, h, first, T, D: tl.constexpr, N: tl.constexpr, W: t
 
 
 @triton.jit
+def load_shifts(shifts, bh, i, planes, Tq, COUNT: tl.constexpr, CENTRE: tl.constexpr):
+    """What centring subtracts from rows i in each of four summed layers: shifts is [COUNT, planes, Tq]."""
+    s0 = tl.zeros([i.shape[0]], tl.float32)
+    s1 = s0
+    s2 = s0
+    s3 = s0
+    if CENTRE:
+        at = shifts + tl.cast(bh, tl.int64) * Tq + i
+        step = tl.cast(planes, tl.int64) * Tq
+        s0 = tl.load(at, mask=i < Tq, other=0.0)
+        if COUNT > 1:
+            s1 = tl.load(at + step, mask=i < Tq, other=0.0)
+        if COUNT > 2:
+            s2 = tl.load(at + 2 * step, mask=i < Tq, other=0.0)
+        if COUNT > 3:
+            s3 = tl.load(at + 3 * step, mask=i < Tq, other=0.0)
+    return s0, s1, s2, s3
+
+
+@triton.jit
+def load_gains(gains, h, H, COUNT: tl.constexpr, GAIN: tl.constexpr):
+    """The gains of head h in each of four summed layers: gains is [COUNT, H]."""
+    g0 = 1.0
+    g1 = 1.0
+    g2 = 1.0
+    g3 = 1.0
+    if GAIN:
+        g0 = tl.load(gains + h)
+        if COUNT > 1:
+            g1 = tl.load(gains + H + h)
+        if COUNT > 2:
+            g2 = tl.load(gains + 2 * H + h)
+        if COUNT > 3:
+            g3 = tl.load(gains + 3 * H + h)
+    return g0, g1, g2, g3
+
+
+@triton.jit
 def rounded_to(u, dtype: tl.constexpr, TOP: tl.constexpr):
     """u as it reads back once stored; fp16 needs ±TOP, or it would round to infinity (TOP 0: fp32's range)."""
     if TOP > 0:
@@ -89,13 +127,14 @@ def rounded_to(u, dtype: tl.constexpr, TOP: tl.constexpr):
 
 
 @triton.jit
-def summed(u, q, k, gains, shifts, bounds, b, bh, h, H, B, i, j, Tq, planes, DTYPE: tl.constexpr, TOP: tl.constexpr,
+def summed(u, q, k, gains, shifts, bounds, b, B, i, j, Tq, DTYPE: tl.constexpr, TOP: tl.constexpr,
            ENTERS: tl.constexpr, COUNT: tl.constexpr, GAIN: tl.constexpr, CENTRE: tl.constexpr, ROUND: tl.constexpr,
            UNIFORM: tl.constexpr, BATCHED: tl.constexpr, TARGET: tl.constexpr):  # fmt: skip
     """Unscaled scores of the last of COUNT layers, and the carry that entered layer TARGET.
 
-    u is the carry that enters the first layer (ENTERS). A carry is the accumulator that the next product adds to, so
-    it costs no addition. Bit t of ROUND: layer t's sum is what was stored.
+    q, k, gains and shifts are tuples, an entry a layer; u is the carry that enters the first (ENTERS). A carry is the
+    accumulator that the next product adds to, so it costs no addition. Bit t of ROUND: layer t's sum is what was
+    stored.
     """
     taken = u
     shift = tl.zeros([i.shape[0]], tl.float32)
@@ -103,15 +142,14 @@ def summed(u, q, k, gains, shifts, bounds, b, bh, h, H, B, i, j, Tq, planes, DTY
         if t == TARGET:
             taken = u
         if GAIN and (ENTERS or t > 0):
-            gain = tl.load(gains + t * H + h)
-            u = u * gain
-            shift = shift * gain
+            u = u * gains[t]
+            shift = shift * gains[t]
         if ENTERS or t > 0:
             u = tl.dot(q[t], tl.trans(k[t]), u, input_precision="ieee")
         else:
             u = tl.dot(q[t], tl.trans(k[t]), input_precision="ieee")
         if CENTRE:
-            shift += tl.load(shifts + (t * planes + tl.cast(bh, tl.int64)) * Tq + i, mask=i < Tq, other=0.0)
+            shift += shifts[t]
             if t == COUNT - 1 or (ROUND >> t) & 1:
                 u = u - shift[:, None]
                 shift = shift * 0.0
