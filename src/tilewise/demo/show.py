@@ -124,9 +124,10 @@ def _conclude(console: Console, experiment: Experiment) -> None:
     for row in experiment.rows:
         if row.note:
             console.print(f"{row.system} at {row.n:,} tokens: {row.note}", highlight=False)
-    last = max((row for row in experiment.rows if row.tokens), key=lambda row: row.n, default=None)
-    if last is not None:
-        console.print(f"Title at {last.n:,} tokens: “{tokenizer.decode(last.tokens)}”", highlight=False, markup=False)
+    titles = [(row.n, tokenizer.decode(row.tokens)) for row in experiment.rows if row.system == "tilewise"]
+    for n, title in titles:
+        if title:
+            console.print(f"Title at {n:,} tokens: “{title}”", highlight=False, markup=False)
     workers = experiment.environment["workers"]
     console.print(
         f"Time: encoding and generating greedily. Memory: {workers['tilewise']['memory_method']}. transformers ran its "
