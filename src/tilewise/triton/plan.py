@@ -279,7 +279,8 @@ class Layout:
         near, far = self.call.offset + 1 - self.Tk, self.Tq - 1 + self.call.offset
         low, high = min(max(self.lo, near), far), max(min(self.hi, far), near)
         low, high = min(low, high), max(low, high)
-        shift = -(-(high + 2 * block[1]) // 16) * 16
+        # Tiles begin at j − i − offset + shift, which must be a multiple of 16 bytes.
+        shift = -(-(high + 2 * block[1] - self.call.offset) // 16) * 16 + self.call.offset
         width = -(-(shift + BLOCK - low + 2 * block[1]) // 128) * 128
         wide = table.dtype == torch.float32 or self.dtype == torch.float32
         dtype = torch.float32 if wide else torch.float16

@@ -1,0 +1,96 @@
+"""Compiles the attention kernels ahead of time, without a GPU: `python compiled.py CASE ARCH …` prints JSON lines.
+
+Each line has the kernel, the architecture, the shared memory it needs, and the loop-invariant register tensors that are
+the left operand of a Hopper dot: what ptxas before 13.3 overwrites (see :mod:`tilewise.triton.core`).
+"""
+
+import json
+import re
+import sys
+
+import torch
+import triton
+import triton.language as tl
+from relative_checks import call_of, run
+from triton.backends.compiler import GPUTarget
+
+import tilewise.triton.plan as plan
+from tilewise.testing import Sizes
+from tilewise.triton.config import Limits
+from tilewise.triton.launch import launcher
+
+SHARED = {80: 166912, 86: 101376, 90: 232448, 100: 232448, 120: 101376}
+"""Bytes of shared memory that one program may use."""
+
+
+def invariant_operands(ttgir: str) -> list[str]:
+    """Register tensors made outside a loop and used inside it as the first operand of ``warp_group_dot``."""
+    found, loops = [], []
+    for line in ttgir.splitlines():
+        indent = len(line) - len(line.lstrip())
+        while loops and line.strip().startswith("}") and indent <= loops[-1][0]:
+            loops.pop()
+        if "scf.for" in line:
+            loops.append((indent, set(re.findall(r"(%[\w#]+) = %", line.split("iter_args")[-1]))))
+            continue
+        if dot := re.search(r"warp_group_dot (%\w+)(?:#\d+)?,.*?: (tensor|!ttg)", line):
+            inside = any(dot.group(1) in made for _, made in loops)
+            if loops and dot.group(2) == "tensor" and not inside:
+                found.append(line.strip())
+        if (made := re.match(r"\s*(%\w+)(?::\d+)? =", line)) and loops:
+            for _, names in loops:
+                names.add(made.group(1))
+    return found
+
+
+@triton.jit
+def _trapped(q, k, out, edge, n, D: tl.constexpr):
+    i = tl.arange(0, D)
+    tile = tl.load(q + i[:, None] * D + i[None, :]) + tl.load(edge + i)[None, :]
+    total = tl.zeros([D, D], tl.float32)
+    for j in range(0, n):
+        total += tl.dot(tile, tl.load(k + j * D * D + i[:, None] * D + i[None, :]))
+    tl.store(out + i[:, None] * D + i[None, :], total)
+
+
+def compile_for(arch: int):
+    class Target:
+        get_current_target = staticmethod(lambda: GPUTarget("cuda", arch, 32))
+        get_current_device = staticmethod(lambda: 0)
+        get_current_stream = staticmethod(lambda device=None: 0)
+        get_active_torch_device = staticmethod(lambda: torch.device("cpu"))
+        is_active = staticmethod(lambda: True)
+
+    triton.runtime.driver.set_active(Target())
+
+
+def main(case: str, arch: int):
+    compile_for(arch)
+    seen = set()
+
+    def warm(kernel, grid, *args, **meta):
+        made = kernel.warmup(*args, grid=grid, **meta)
+        if made.hash in seen:
+            return
+        seen.add(made.hash)
+        found = invariant_operands(made.asm["ttgir"])
+        line = {"kernel": kernel.__name__, "arch": arch, "shared": made.metadata.shared, "limit": SHARED[arch],
+                "wgmma": made.asm["ptx"].count("wgmma.mma_async"), "invariant": found}  # fmt: skip
+        print(json.dumps(line), flush=True)
+
+    if case == "trap":
+        half = torch.empty(64, 64, dtype=torch.float16, device="meta")
+        warm(_trapped, (1,), half, half, torch.empty(64, 64, device="meta"), half, 8, D=64, num_warps=4)
+        return
+    launcher.append(warm)
+    plan.limits_of = lambda device: Limits(SHARED[arch], arch >= 90)
+    sizes = Sizes(2, 4, 4, 2048, 2048, 64, 64, None, published=True)
+    call = call_of(case, sizes, "none", torch.float16, "meta")
+    do = torch.empty(2, 4, 2048, 64, dtype=torch.float16, device="meta")
+    run(call, do, torch.empty(2, 4, 2048, device="meta"))
+
+
+if __name__ == "__main__":
+    for job in sys.argv[1:]:
+        name, arch = job.split("@")
+        main(name, int(arch))

@@ -1,0 +1,88 @@
+"""Runs attention calls through the Triton interpreter; a process of its own, since the switch is read at import.
+
+    python interpreted.py NAME …   prints one JSON line a job: its name and what missed its budget.
+"""
+
+import json
+import os
+import sys
+
+os.environ["TRITON_INTERPRET"] = "1"
+
+import torch
+
+torch.set_num_threads(1)
+
+
+def _poisoned(make):
+    def made(*args, **kwargs):
+        tensor = make(*args, **kwargs)
+        return tensor.fill_(float("nan")) if tensor.dtype.is_floating_point else tensor
+
+    return made
+
+
+torch.empty = _poisoned(torch.empty)
+
+from relative_checks import call_of, dense, names_of, run, verdicts
+
+import tilewise.triton.plan as plan
+from tilewise.testing import Sizes
+from tilewise.triton.config import Limits
+
+HALF, BRAIN, SINGLE = torch.float16, torch.bfloat16, torch.float32
+
+
+def sizes(Tq, Tk=None, B=1, H=1, Hk=None, d=16, d_v=None, offset=None):
+    return Sizes(B, H, Hk or H, Tq, Tk or Tq, d, d_v or d, offset)
+
+
+JOBS = {
+    "t5": ("t5", sizes(200), "none", HALF, 0.0),
+    "shaw-values": ("shaw", sizes(200), "none", HALF, 0.0),
+    "deberta-causal": ("deberta", sizes(260), "causal", HALF, 0.0),
+    "txl-packed": ("txl", sizes(140), "packed", HALF, 0.0),
+    "explicit-holes": ("explicit", sizes(140), "holes", HALF, 0.0),
+    "everything": ("everything", sizes(70), "none", HALF, 0.0),
+    "wavlm-window": ("wavlm", sizes(200), "window", HALF, 0.0),
+    "inkling-fp32": ("inkling", sizes(100), "none", SINGLE, 0.0),
+    "shared-heads-dropout": ("wav2vec2_bert", sizes(140, H=2, Hk=1), "causal_padding", HALF, 0.2),
+    "lengths": ("wav2vec2_bert", sizes(140, B=2), "lengths", HALF, 0.0),
+    "widths": ("vits", sizes(70, 140, d=20, d_v=24), "dense", HALF, 0.0),
+    "offset-intervals": ("t5_causal", sizes(70, 200, offset=90), "intervals", HALF, 0.0),
+    "pointers": ("deberta", sizes(200), "none", HALF, 0.0),
+}
+
+
+def missed(name: str) -> list[str]:
+    case, size, mask, dtype, dropout = JOBS[name]
+    if name == "pointers":
+        plan.limits_of = lambda device: Limits(166912, False)
+    budgets = verdicts(call_of(case, size, mask, dtype, "cpu", dropout))
+    return [f"{b.name}: error {b.error:.2e}, allowed {b.allowed:.2e}" for b in budgets if not b.ok]
+
+
+def unneeded() -> list[str]:
+    """Each gradient asked for alone: the same bits as with all of them, twice, and nothing else written."""
+    call = call_of("deberta", sizes(140), "none", HALF, "cpu")
+    do = torch.randn(*call.q.shape[:3], call.v.shape[3], generator=torch.Generator().manual_seed(3)).half()
+    o, lse, everything = run(call, do, None)
+    wrong = []
+    exact_o, _, exact = dense(call, do, torch.zeros_like(lse), torch.float64)
+    for position, name in enumerate(names_of(call)):
+        need = [n == position for n in range(len(everything))]
+        again_o, _, grads = run(call, do, None, need)
+        if not torch.equal(again_o, o):
+            wrong.append("O differs between two runs")
+        if not torch.equal(grads[position], everything[position]):
+            wrong.append(f"{name} alone differs from {name} among all")
+        if any(g.numel() for n, g in enumerate(grads) if n != position):
+            wrong.append(f"{name}: a buffer that nobody asked for has entries")
+        if (grads[position].double() - exact[position]).norm() > 0.01 * exact[position].norm():
+            wrong.append(f"{name} is wrong without dlse")
+    return wrong
+
+
+if __name__ == "__main__":
+    for name in sys.argv[1:]:
+        print(json.dumps({"name": name, "missed": unneeded() if name == "unneeded" else missed(name)}), flush=True)

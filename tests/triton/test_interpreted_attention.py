@@ -1,0 +1,28 @@
+"""The attention kernels under Triton's interpreter, forward and backward, against the fp64 oracle."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+SHARDS = (
+    ("t5", "everything", "wavlm-window", "offset-intervals"),
+    ("shaw-values", "lengths", "widths"),
+    ("deberta-causal", "explicit-holes", "inkling-fp32"),
+    ("txl-packed", "shared-heads-dropout", "pointers"),
+    ("unneeded",),
+)
+
+
+@pytest.mark.parametrize("names", SHARDS, ids=" ".join)
+def test_interpreted(names):
+    done = subprocess.run(
+        [sys.executable, str(HERE / "interpreted.py"), *names], cwd=HERE, capture_output=True, text=True, timeout=500
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    results = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [r["name"] for r in results] == list(names)
+    assert {r["name"]: r["missed"] for r in results if r["missed"]} == {}
