@@ -1,4 +1,8 @@
-"""Compile every kernel of the 3B model's shapes for sm_90 with no GPU; prints registers, spills and shared memory."""
+"""Compile every kernel of the 3B model's shapes for sm_90 with no GPU.
+
+Prints registers, spilled bytes, shared memory, matrix instructions, and of the dots those whose left operand lies in
+registers.
+"""
 
 import re
 import subprocess
@@ -52,9 +56,11 @@ def resources(kernel, grid, *args, **meta):
     registers = int(re.search(r"Used (\d+) registers", done.stderr).group(1))
     spills = int(re.search(r"(\d+) bytes spill stores", done.stderr).group(1))
     mma = compiled.asm["ptx"].count("wgmma.mma_async")
+    dots = [x for x in compiled.asm["ttgir"].splitlines() if "warp_group_dot " in x]
+    register = sum(" : tensor<" in x for x in dots)
     shape = " ".join(f"{name} {meta[key]}" for name, key in SHAPE.items() if key in meta)
     used = f"registers {registers} spills {spills} shared {compiled.metadata.shared} wgmma {mma}"
-    print(f"  {kernel.fn.__name__}: {shape} {used}", flush=True)
+    print(f"  {kernel.fn.__name__}: {shape} {used} dots {len(dots)} left {register}", flush=True)
     return spills
 
 

@@ -32,12 +32,16 @@ def test_kernels_under_the_interpreter():
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the driver's own target is used where there is a GPU")
 def test_kernels_compile_for_hopper_within_its_shared_memory():
     lines = [x for x in script("compiled_kernels.py", "third layer, mixed").splitlines() if "registers" in x]
-    kernels = {x.split(":")[0].strip(): dict(re.findall(r"(spills|shared|wgmma) (\d+)", x)) for x in lines}
+    kernels = {
+        x.split(":")[0].strip(): dict(re.findall(r"(spills|shared|wgmma|dots|register) (\d+)", x)) for x in lines
+    }
     assert set(kernels) == {"row_shift", "attend", "row_delta", "keys_gradient", "queries_from_e"}
     for name in ("attend", "keys_gradient", "queries_from_e"):
         assert int(kernels[name]["shared"]) <= settings.SHARED
         assert int(kernels[name]["spills"]) == 0
         assert int(kernels[name]["wgmma"]) > 0
+        # Only P and E, new in every iteration, may be left operands in registers: ptxas before 13.3 overwrites Q there.
+        assert 2 * int(kernels[name]["register"]) <= int(kernels[name]["dots"])
 
 
 @pytest.mark.parametrize("width", [16, 64, 128, 256])
