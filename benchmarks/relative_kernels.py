@@ -23,7 +23,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "triton"))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "src"))
 
-from tilewise.testing import Sizes  # noqa: E402
+from tilewise.testing import Sizes
 
 HALF, BRAIN, SINGLE = torch.float16, torch.bfloat16, torch.float32
 MECHANISMS = ("none", "t5", "shaw", "deberta", "txl")
@@ -43,14 +43,15 @@ def sizes(
 
 
 CHECKS = [
-    *((case, "none", dtype, sizes(N), 0.0) for case, N in (("t5", 1024), ("shaw", 1024), ("deberta", 2304), ("txl", 1024))
-      for dtype in (HALF, BRAIN)),
-    *((case, "none", HALF, sizes(), 0.0) for case in ("none", "t5", "t5_causal", "alibi", "shaw", "wav2vec2_bert", "vits",
-      "txl", "deberta", "wavlm", "inkling", "explicit")),
+    *((case, "none", dtype, sizes(N), 0.0) for dtype in (HALF, BRAIN)
+      for case, N in (("t5", 1024), ("shaw", 1024), ("deberta", 2304), ("txl", 1024))),
+    *((case, "none", HALF, sizes(), 0.0) for case in ("none", "t5", "t5_causal", "alibi", "shaw", "wav2vec2_bert",
+      "vits", "txl", "deberta", "wavlm", "inkling", "explicit")),
     ("everything", "none", HALF, sizes(600), 0.0),
-    *((case, "none", SINGLE, sizes(N), 0.0) for case, N in (("t5", 1024), ("shaw", 1100), ("deberta", 2176), ("txl", 600))),
-    *(("wav2vec2_bert", mask, HALF, sizes(), 0.0) for mask in ("causal", "window", "lengths", "holes", "packed", "intervals",
-      "dense", "causal_padding")),
+    *((case, "none", SINGLE, sizes(N), 0.0)
+      for case, N in (("t5", 1024), ("shaw", 1100), ("deberta", 2176), ("txl", 600))),
+    *(("wav2vec2_bert", mask, HALF, sizes(), 0.0) for mask in ("causal", "window", "lengths", "holes", "packed",
+      "intervals", "dense", "causal_padding")),
     *(("deberta", mask, HALF, sizes(2304), 0.0) for mask in ("causal", "lengths", "packed")),
     ("t5", "causal", BRAIN, sizes(1024), 0.0),
     ("txl", "lengths", BRAIN, sizes(), 0.0),
@@ -134,9 +135,10 @@ VARIANTS = {
     },
     "keys": {c: [(64, 64, 4, 3, 2), (64, 64, 4, 4, 2), (64, 64, 4, 3, 3), (64, 64, 4, 2, 2)] for c in MECHANISMS},
     "queries": {c: [(64, 64, 4, 3, 2), (64, 64, 4, 4, 2), (64, 64, 4, 3, 3), (64, 64, 4, 2, 2)] for c in MECHANISMS},
-    "projection": {c: [(64, 128, 4, 3), (64, 128, 4, 2), (64, 64, 4, 3), (64, 128, 8, 3), (64, 256, 8, 3), (64, 256, 8, 2)]
+    "projection": {c: [(64, 128, 4, 3), (64, 128, 4, 2), (64, 64, 4, 3), (64, 128, 8, 3), (64, 256, 8, 3)]
                    for c in ("shaw", "deberta", "txl")},
-    "fold": {c: [(64, 64, 4, 3), (64, 64, 4, 4), (64, 128, 4, 2), (32, 64, 4, 4)] for c in ("t5", "shaw", "deberta", "txl")},
+    "fold": {c: [(64, 64, 4, 3), (64, 64, 4, 4), (64, 128, 4, 2), (32, 64, 4, 4)]
+             for c in ("t5", "shaw", "deberta", "txl")},
 }  # fmt: skip
 
 
@@ -219,7 +221,8 @@ def tune(lengths, only):
             for case in cases:
                 mine = [r for r in rows if (r["n"], r["what"], r["case"]) == (N, what, case)]
                 if mine:
-                    text = "; ".join(f"{','.join(map(str, r['shape']))}: {'+'.join(f'{t:.0f}' for t in r['us'].values())}" for r in mine)  # fmt: skip
+                    shown = (f"{r['shape']}: {'+'.join(f'{t:.0f}' for t in r['us'].values())}" for r in mine)
+                    text = "; ".join(shown)
                     print(f"tune {what} {case} N={N}: {text}", flush=True)
     return rows
 
@@ -348,11 +351,15 @@ def time_all(lengths, record, rounds: int = 4, rep: int = 30, only=MECHANISMS):
             for case, ms in medians.items():
                 ratio = medians["cudnn"] / ms
                 peak = memory.get((case, name))
-                record.append(dict(case=case, n=N, **{"pass": name}, system="tilewise" if case != "cudnn" else "cudnn", ms=ms,
-                    tflops=factor * unit / ms, ratio=ratio, peak_mib=peak, dtype="float16", heads=H, head_dim=d, tokens=B * N,
-                    samples=samples[case]))  # fmt: skip
-            print(f"{name:8s} N={N}: " + "; ".join(
-                f"{c} {ms:.3f} ms {factor * unit / ms:.0f} TF {medians['cudnn'] / ms:.2f}" for c, ms in medians.items()), flush=True)  # fmt: skip
+                record.append(dict(
+                    case=case, n=N, **{"pass": name}, system="cudnn" if case == "cudnn" else "tilewise", ms=ms,
+                    tflops=factor * unit / ms, ratio=ratio, peak_mib=peak, dtype="float16", heads=H, head_dim=d,
+                    tokens=B * N, samples=samples[case],
+                ))  # fmt: skip
+            shown = (
+                f"{c} {t:.3f} ms {factor * unit / t:.0f} TF {medians['cudnn'] / t:.2f}" for c, t in medians.items()
+            )
+            print(f"{name:8s} N={N}: {'; '.join(shown)}", flush=True)
         items = None
         torch.cuda.empty_cache()
 

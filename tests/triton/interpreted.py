@@ -1,6 +1,6 @@
 """Runs attention calls through the Triton interpreter; a process of its own, since the switch is read at import.
 
-    python interpreted.py NAME …   prints one JSON line a job: its name and what missed its budget.
+python interpreted.py NAME …   prints one JSON line a job: its name and what missed its budget.
 """
 
 import json
@@ -24,11 +24,11 @@ def _poisoned(make):
 
 torch.empty = _poisoned(torch.empty)
 
-from relative_checks import call_of, dense, names_of, run, verdicts
+from relative_checks import call_of, dense, names_of, run, verdicts  # noqa: E402
 
-import tilewise.triton.plan as plan
-from tilewise.testing import Sizes
-from tilewise.triton.config import Limits
+import tilewise.triton.plan as plan  # noqa: E402
+from tilewise.testing import Sizes  # noqa: E402
+from tilewise.triton.config import Limits  # noqa: E402
 
 HALF, BRAIN, SINGLE = torch.float16, torch.bfloat16, torch.float32
 
@@ -68,7 +68,7 @@ def unneeded() -> list[str]:
     do = torch.randn(*call.q.shape[:3], call.v.shape[3], generator=torch.Generator().manual_seed(3)).half()
     o, lse, everything = run(call, do, None)
     wrong = []
-    exact_o, _, exact = dense(call, do, torch.zeros_like(lse), torch.float64)
+    _, _, exact = dense(call, do, torch.zeros_like(lse), torch.float64)
     for position, name in enumerate(names_of(call)):
         need = [n == position for n in range(len(everything))]
         again_o, _, grads = run(call, do, None, need)

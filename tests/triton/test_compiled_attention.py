@@ -21,7 +21,9 @@ def compiled(*jobs):
 @pytest.mark.parametrize("arch", [80, 86, 100, 120])
 def test_every_architecture(arch):
     kernels = compiled(f"wav2vec2_bert@{arch}")
-    assert {"attend", "grad_key", "grad_query", "project", "fold", "collect", "reduce"} <= {k["kernel"] for k in kernels}
+    assert {"attend", "grad_key", "grad_query", "project", "fold", "collect", "reduce"} <= {
+        k["kernel"] for k in kernels
+    }
     assert [k for k in kernels if k["shared"] > k["limit"]] == []
 
 

@@ -16,9 +16,9 @@ _RUNTIME = [
 
 
 @triton.jit(do_not_specialize=_RUNTIME)
-def fold(dz, table, acc, sums, out, ranges, th, tr, origin, step, size, eh, er, end_table, sa, so, left_row, right_row, scale, head, stride, H, G,
-         h0, heads, B, rows, others, offset, ahead, behind, shift, cmin, span, batch, D: tl.constexpr,
-         BD: tl.constexpr, WM: tl.constexpr, WN: tl.constexpr, TM: tl.constexpr, CB: tl.constexpr,
+def fold(dz, table, acc, sums, out, ranges, th, tr, origin, step, size, eh, er, end_table, sa, so, left_row, right_row,
+         scale, head, stride, H, G, h0, heads, B, rows, others, offset, ahead, behind, shift, cmin, span, batch,
+         D: tl.constexpr, BD: tl.constexpr, WM: tl.constexpr, WN: tl.constexpr, TM: tl.constexpr, CB: tl.constexpr,
          SIZE: tl.constexpr, RANGED: tl.constexpr, ACC: tl.constexpr, SUMS: tl.constexpr, SCALAR: tl.constexpr,
          STAGES: tl.constexpr):  # fmt: skip
     """out_r = scale · (acc_r + Σ_column dz[r, column] · table[row_of(column)] + Σ_side sums[side, r] · end_table[end]).
@@ -48,7 +48,9 @@ def fold(dz, table, acc, sums, out, ranges, th, tr, origin, step, size, eh, er, 
     number = tl.zeros([TM], tl.float32)
     group = h0 // G + hg
     if ACC:
-        initial = acc + tl.cast(b, tl.int64) * sa[0] + tl.cast(group, tl.int64) * sa[1] + r.to(tl.int64)[:, None] * sa[2]
+        initial = (
+            acc + tl.cast(b, tl.int64) * sa[0] + tl.cast(group, tl.int64) * sa[1] + r.to(tl.int64)[:, None] * sa[2]
+        )
         total = tl.load(initial + d[None, :], mask=(r[:, None] < rows) & (d[None, :] < D), other=0.0).to(tl.float32)
     for h in range(group * G, group * G + G):
         zrow = dz + tl.cast(b * heads + h - h0, tl.int64) * head + r.to(tl.int64) * stride
@@ -133,9 +135,9 @@ def collect(dz, x, out, ranges, sx, head, stride, H, G, h0, heads, B, rows, othe
 
 
 @triton.jit(do_not_specialize=_RUNTIME)
-def reduce(partial, order, starts, parts, sums, crossed, gate, grad, sgrad, sgate, left_row, right_row,
-           scale, H, h0, heads, B, length, T, blocks, D: tl.constexpr, BD: tl.constexpr, N: tl.constexpr, SCALAR: tl.constexpr, GATED: tl.constexpr, ENDS: tl.constexpr,
-           PARTS: tl.constexpr, CROSS: tl.constexpr):  # fmt: skip
+def reduce(partial, order, starts, parts, sums, crossed, gate, grad, sgrad, sgate, left_row, right_row, scale, H, h0,
+           heads, B, length, T, blocks, D: tl.constexpr, BD: tl.constexpr, N: tl.constexpr, SCALAR: tl.constexpr,
+           GATED: tl.constexpr, ENDS: tl.constexpr, PARTS: tl.constexpr, CROSS: tl.constexpr):  # fmt: skip
     """grad[h, row] = scale · (Σ of the row's columns and residues + what the saturated sides add to end rows).
 
     PARTS: the sides' sums come as one vector a block of `blocks` (the second includes the first), CROSS: less

@@ -11,7 +11,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..call import Call
 from .config import Tiles, backward_tiles, fold_tiles, projection_tiles
-from .core import grad_key, grad_query
+from .core_gradients import grad_key, grad_query
 from .fold import collect, reduce
 from .launch import launch
 from .masks import BLOCK
@@ -244,7 +244,9 @@ class _Backward:
         )  # fmt: skip
         order, starts = _by_row(port.rows, g, grad.shape[1], L.device)
         # Lanes for a usual row's columns × 8 residues; the ends' rows have more and take several turns.
-        lanes = 256 if scalar else 8 * min(8, max(2, triton.next_power_of_2(triton.cdiv(g.last - g.first, grad.shape[1]))))
+        lanes = (
+            256 if scalar else 8 * min(8, max(2, triton.next_power_of_2(triton.cdiv(g.last - g.first, grad.shape[1]))))
+        )
         left, right = L.ends[n]
         ended = L.sides and max(left, right) >= 0
         parts, blocks, crossed = self._end_parts(n) if ended and not scalar else (L.anchor, 0, ())

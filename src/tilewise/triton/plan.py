@@ -1,4 +1,4 @@
-"""A call laid out for the kernels: which terms act where, on which geometry, with which tiles and how many heads at once."""
+"""A call laid out for the kernels: which terms act where, on which geometry, and how many heads go at once."""
 
 from __future__ import annotations
 

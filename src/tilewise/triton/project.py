@@ -67,8 +67,8 @@ def expand(table, rows_of, out, th, tr, columns, D: tl.constexpr, BD: tl.constex
 
 
 @triton.jit(do_not_specialize=_RUNTIME)
-def project(x, table, z, ranges, sx, th, tr, origin, step, size, scale, head, stride, H, G, h0, heads, rows, others, offset,
-            ahead, behind, shift, cmin, span, batch, D: tl.constexpr, BD: tl.constexpr, WM: tl.constexpr,
+def project(x, table, z, ranges, sx, th, tr, origin, step, size, scale, head, stride, H, G, h0, heads, rows, others,
+            offset, ahead, behind, shift, cmin, span, batch, D: tl.constexpr, BD: tl.constexpr, WM: tl.constexpr,
             WN: tl.constexpr, TM: tl.constexpr, CB: tl.constexpr, SIZE: tl.constexpr, RANGED: tl.constexpr,
             STAGES: tl.constexpr):  # fmt: skip
     """z[r, column] = scale · x_r · table[row_of(column)], skewed: program (tile, residue), batch·heads."""

@@ -82,7 +82,8 @@ class Skewed(NamedTuple):
 
 
 @triton.jit
-def toeplitz_band(t, z, b, h, n, i0, j0, offset, Tq, Tk, BM: tl.constexpr, BN: tl.constexpr, TURNED: tl.constexpr, TMA: tl.constexpr):  # fmt: skip
+def toeplitz_band(t, z, b, h, n, i0, j0, offset, Tq, Tk, BM: tl.constexpr, BN: tl.constexpr,
+                  TURNED: tl.constexpr, TMA: tl.constexpr):  # fmt: skip
     """The term's [BM, BN] tile ([BN, BM] where TURNED) in log2 units."""
     tile = load_skewed(t, z, h * t.heads, 0, j0 - i0 - offset + t.shift, BM, BM, BN, TMA).to(tl.float32) * _LOG2E
     if t.GATED:
@@ -109,7 +110,8 @@ def toeplitz_edge(t, b, h, i, Tq, SIDE: tl.constexpr):
 
 
 @triton.jit
-def skewed_band(t, z, b, h, n, i0, j0, offset, Tq, Tk, BM: tl.constexpr, BN: tl.constexpr, TURNED: tl.constexpr, TMA: tl.constexpr):  # fmt: skip
+def skewed_band(t, z, b, h, n, i0, j0, offset, Tq, Tk, BM: tl.constexpr, BN: tl.constexpr,
+                TURNED: tl.constexpr, TMA: tl.constexpr):  # fmt: skip
     """The term's [BM, BN] tile ([BN, BM] where TURNED) in log2 units."""
     if t.KEYED:
         tile = load_skewed(t, z, n, j0, i0 + t.shift, Tk, BN, BM, TMA)
