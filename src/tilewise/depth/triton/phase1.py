@@ -29,19 +29,11 @@ def _rows_of(
     else:
         v = tl.load(rows[:, None] + c[None, :], mask=m, other=0.0)
     if GRAM:
-        vv = _product(v, tl.trans(v), vv, base.dtype.element_ty != tl.float32)
+        vv = tl.dot(v, tl.trans(v), vv, input_precision="ieee")
     else:
         wide = v.to(tl.float32)
         vv += tl.sum(wide * wide, 1)
     return v, vv
-
-
-@triton.jit
-def _product(v, q, acc, LOW: tl.constexpr):
-    if LOW:
-        return tl.dot(v, q, acc)
-    # fp32 products are summed in order: a sum of tile sums rounds less than one long sum.
-    return acc + tl.dot(v, q, input_precision="ieee")
 
 
 @triton.jit
@@ -123,14 +115,14 @@ def scores_kernel(
         qm = (sq < S)[:, None] & (k + ck < D)[None, :]
         qat = sq[:, None].to(tl.int64) * D + (k + ck)[None, :]
         qh = tl.trans(tl.load(q_high + qat, mask=qm, other=0.0, eviction_policy="evict_last"))
-        acc = _product(v, qh, acc, LOW)
+        acc = tl.dot(v, qh, acc, input_precision="ieee")
         if SUB == 2:
-            acc2 = _product(v2, qh, acc2, LOW)
+            acc2 = tl.dot(v2, qh, acc2, input_precision="ieee")
         if LOW:
             ql = tl.trans(tl.load(q_low + qat, mask=qm, other=0.0, eviction_policy="evict_last"))
-            acc = _product(v, ql, acc, LOW)
+            acc = tl.dot(v, ql, acc, input_precision="ieee")
             if SUB == 2:
-                acc2 = _product(v2, ql, acc2, LOW)
+                acc2 = tl.dot(v2, ql, acc2, input_precision="ieee")
     if GRAM:
         same = tl.arange(0, BT)[:, None] == tl.arange(0, BT)[None, :]
         vv = tl.sum(tl.where(same, vv, 0.0), 1)

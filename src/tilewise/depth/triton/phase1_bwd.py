@@ -54,10 +54,7 @@ def inner_kernel(
         kc = (k + ck < D)[None, :]
         v = tl.load(rows[:, None] + (k + ck)[None, :], mask=okr[:, None] & kc, other=0.0)
         do = tl.load(dos[:, None] + (k + ck)[None, :], mask=okm[:, None] & kc, other=0.0)
-        if base.dtype.element_ty == tl.float32:
-            acc += tl.dot(do, tl.trans(v), input_precision="ieee")
-        else:
-            acc = tl.dot(do, tl.trans(v), acc)
+        acc = tl.dot(do, tl.trans(v), acc, input_precision="ieee")
     hit = (a % BT)[:, None] == (b % BT)[None, :]
     at = (ms[:, None].to(tl.int64) * n + j[None, :]) * T + mt[:, None]
     tl.store(g_ptr + at, acc, mask=hit & okm[:, None] & okr[None, :])
