@@ -77,7 +77,8 @@ class _Shared(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         # In fp32: the sum of P bf16 partial sums would be rounded P - 1 times.
-        total = grad.float() if grad.dtype in (torch.float16, torch.bfloat16) else grad.clone()
+        dtype = torch.float32 if grad.dtype in (torch.float16, torch.bfloat16) else grad.dtype
+        total = grad.to(dtype, copy=True, memory_format=torch.contiguous_format)
         dist.all_reduce(total, group=ctx.group)
         return total.to(grad.dtype), None
 
