@@ -19,7 +19,7 @@ MIDDLE = Mask.intervals(torch.zeros(36, dtype=torch.int32), torch.where(torch.ar
 # name: options, plans, inputs' dtype and sizes, mask
 CASES = {
     "causal": ({"layers": 3}, ALL, {"dtype": F16, "T": 40}, None),
-    "window": ({"windows": 20}, ("mixed",), {"dtype": F16, "T": 52}, None),
+    "window": ({"windows": 14}, ("mixed",), {"dtype": F16, "T": 40}, None),
     "full": ({"causal": False, "layers": 2}, ("stored",), {"dtype": F32, "T": 20}, None),
     "windows differ": ({"windows": (9, 20, 5)}, ("stored", "mixed"), {"dtype": F16, "T": 36}, None),
     "documents": ({}, ("mixed",), {"dtype": F16, "T": 36}, Mask.packed([0, 1, 2, 18, 36])),
@@ -74,7 +74,7 @@ def check(name):
     rounded = config.carry_dtype is not None
     for plan in plans:
         results = []
-        for _ in range(1 + (name == "causal")):
+        for _ in range(1 + (name == "causal" and plan == "mixed")):
             got = run(dataclasses.replace(config, plan=plan), q, k, v, mask=mask, gain=gain, sink=sink, seed=seed)
             results.append(both(got, leaves))
         for label, a, b, c in zip(names, results[0], low, exact, strict=False):
