@@ -55,6 +55,11 @@ CHECKS = [
     *(("deberta", mask, HALF, sizes(2304), 0.0) for mask in ("causal", "lengths", "packed")),
     ("t5", "causal", BRAIN, sizes(1024), 0.0),
     ("txl", "lengths", BRAIN, sizes(), 0.0),
+    ("txl", "causal", BRAIN, sizes(), 0.0),
+    ("txl", "packed", HALF, sizes(), 0.0),
+    ("txl", "holes", HALF, sizes(Hk=2), 0.0),
+    ("txl", "none", HALF, sizes(1024, d=128), 0.0),
+    ("txl", "none", HALF, sizes(), 0.1),
     ("wav2vec2_bert", "none", HALF, sizes(Hk=2), 0.0),
     ("deberta", "causal", HALF, sizes(1500, Hk=1), 0.0),
     ("wav2vec2_bert", "none", HALF, sizes(700, 1500), 0.0),
@@ -80,7 +85,12 @@ def check_one(job, device):
         do = torch.empty(s.B, s.H, s.Tq, s.d_v, dtype=dtype, device=device)
         run(call, do, torch.empty(s.B, s.H, s.Tq, device=device))
         return None
-    return verdicts(call)
+    budgets = verdicts(call)
+    do = torch.randn(s.B, s.H, s.Tq, s.d_v, device=device).to(dtype)
+    first, second = run(call, do, None), run(call, do, None)
+    for one, two in zip((*first[:2], *first[2]), (*second[:2], *second[2]), strict=True):
+        assert torch.equal(one, two), "two runs differ"
+    return budgets
 
 
 def timed_call(case: str, N: int, device, dtype=HALF, tokens: int = 16384, H: int = 12, d: int = 64, mask=None):
@@ -248,6 +258,9 @@ def compile_one(job):
     try:
         if job[0] == "check":
             check_one(CHECKS[job[1]], "meta")
+        elif job[0] == "extra":
+            for run in passes_of(*extra_call(*EXTRA[job[1]], "meta")):
+                run()
         elif job[0] == "tune":
             with replaced(job[1], job[3]):
                 run_variant(job[1], job[2], job[4], "meta")()
@@ -307,7 +320,7 @@ def steady(items, rounds: int, rep: int):
     return {name: statistics.median(x) for name, x in samples.items()}, samples
 
 
-def cudnn(N: int, tokens: int = 16384, H: int = 12, d: int = 64, dtype=HALF):
+def cudnn(N: int, tokens: int = 16384, H: int = 12, d: int = 64, dtype=HALF, causal: bool = False):
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     B = max(1, tokens // N)
@@ -316,7 +329,7 @@ def cudnn(N: int, tokens: int = 16384, H: int = 12, d: int = 64, dtype=HALF):
 
     def forward():
         with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-            return torch.nn.functional.scaled_dot_product_attention(q, k, v)
+            return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal)
 
     o = forward()
     no_grad = torch.no_grad()(forward)
@@ -364,6 +377,31 @@ def time_all(lengths, record, rounds: int = 4, rep: int = 30, only=MECHANISMS):
         torch.cuda.empty_cache()
 
 
+EXTRA = [("t5", 8192, BRAIN, 64, False), ("deberta", 8192, BRAIN, 64, False), ("t5", 8192, HALF, 64, True),
+         ("txl", 8192, HALF, 64, True), ("t5", 8192, HALF, 128, False), ("txl", 8192, HALF, 128, False)]  # fmt: skip
+
+
+def extra_call(case, N, dtype, d, causal, device):
+    from tilewise import Mask
+
+    return timed_call(case, N, device, dtype=dtype, d=d, mask=Mask.causal() if causal else None)
+
+
+def time_extra(record):
+    """Other dtypes, widths and causal masks beside cuDNN under the same."""
+    for case, N, dtype, d, causal in EXTRA:
+        base = cudnn(N, d=d, dtype=dtype, causal=causal)
+        runs = passes_of(*extra_call(case, N, dtype, d, causal, "cuda"))
+        for name, ours, theirs in zip(("forward", "backward"), runs, base, strict=True):
+            medians, samples = steady([("cudnn", theirs), ("tilewise", graphed(ours))], 3, 25)
+            ratio = medians["cudnn"] / medians["tilewise"]
+            record.append(dict(case=case, n=N, **{"pass": name}, system="tilewise", ms=medians["tilewise"], ratio=ratio,
+                               dtype=str(dtype)[6:], head_dim=d, causal=causal, heads=12, tokens=16384,
+                               samples=samples["tilewise"], cudnn_samples=samples["cudnn"]))  # fmt: skip
+            print(f"extra {case} N={N} {str(dtype)[6:]} d={d} causal={causal} {name}: {medians['tilewise']:.3f} ms, "
+                  f"ratio {ratio:.2f}", flush=True)  # fmt: skip
+
+
 def profile(lengths, only=MECHANISMS):
     """Microseconds of every kernel of both passes."""
     rows = []
@@ -379,7 +417,7 @@ def profile(lengths, only=MECHANISMS):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("what", nargs="+", choices=("check", "time", "profile", "tune"))
+    parser.add_argument("what", nargs="+", choices=("check", "time", "extra", "profile", "tune"))
     parser.add_argument("--out", default="relative_kernels.json")
     parser.add_argument("--compile-seconds", type=float, default=200)
     parser.add_argument("--lengths", default="512,2048,8192")
@@ -394,6 +432,8 @@ def main():
         for case in only
         if "time" in arguments.what or "profile" in arguments.what
     ]
+    if "extra" in arguments.what:
+        jobs += [("extra", n) for n in range(len(EXTRA))]
     if "tune" in arguments.what:
         jobs += [("tune", *variant, N) for variant in variants(only) for N in (max(lengths), min(lengths))]
     jobs += [("check", n) for n in chosen if "check" in arguments.what]
@@ -406,8 +446,10 @@ def main():
     try:
         if "time" in arguments.what:
             time_all(lengths, result["timings"], only=only)
+        if "extra" in arguments.what:
+            time_extra(result["timings"])
         if "profile" in arguments.what:
-            result["profile"] = profile(lengths, only)
+            result["profile"] = profile([n for n in lengths if n in (512, 2048, 8192)], only)
         if "tune" in arguments.what:
             result["tuned"] = tune((max(lengths), min(lengths)), only)
         if "check" in arguments.what:
@@ -426,6 +468,8 @@ def main():
                     result["checks"].append(dict(case=name, ok=False, error=repr(error)[-500:]))
                     print("EXC", name, repr(error)[-400:], flush=True)
             print(f"{len(chosen) - wrong} of {len(chosen)} checks within budget", flush=True)
+            if wrong:
+                sys.exit(1)
     finally:
         Path(arguments.out).write_text(json.dumps(result))
 

@@ -1,4 +1,4 @@
-"""The attention kernels compile for every architecture without a GPU, within its shared memory, without the known trap."""
+"""The attention kernels compile for every architecture within its shared memory, and without the register trap."""
 
 import json
 import subprocess

@@ -42,8 +42,17 @@ def why_not(call: Call) -> list[str]:
     return reasons
 
 
-def forward(call: Call, o: torch.Tensor, lse: torch.Tensor) -> None:
-    """Write O and lse of the call; buffers may hold anything."""
+def forward(call: Call, o: torch.Tensor, lse: torch.Tensor, skew: str = "auto") -> None:
+    """Write O and lse of the call; buffers may hold anything.
+
+    Args:
+        call, o, lse: the checked call and what to write.
+        skew: where the projection of an identity-mapped query term is shifted into place: ``"shared"`` memory (linear
+            memory, Hopper only), device ``"memory"`` (N² per head, any GPU, heads in turn), or ``"auto"``.
+
+    Raises:
+        ValueError: ``"shared"`` cannot run the call.
+    """
     from .passes import forward as run
 
     if call.k.shape[2] == 0:
@@ -51,7 +60,7 @@ def forward(call: Call, o: torch.Tensor, lse: torch.Tensor) -> None:
         lse.fill_(float("-inf"))
         return
     with _device(call.q):
-        run(call, o, lse)
+        run(call, o, lse, skew)
 
 
 def backward(

@@ -20,14 +20,15 @@ class Tiles:
 
 @dataclass(frozen=True)
 class Limits:
-    """What a device allows: bytes of shared memory a program, and whether it has tensor descriptors (sm_90 on)."""
+    """What a device allows: bytes of shared memory a program, tensor descriptors (sm_90 on), Hopper's own kernels."""
 
     shared: int
     descriptors: bool
+    hopper: bool = False
 
     @classmethod
     def of(cls, capability: tuple[int, int], shared: int) -> Limits:
-        return cls(shared, capability >= (9, 0))
+        return cls(shared, capability >= (9, 0), capability == (9, 0))
 
 
 MEASURED: dict[tuple[str, str], tuple[tuple[int, tuple[int, ...]], ...]] = {

@@ -108,25 +108,27 @@ def collect(dz, x, out, ranges, sx, head, stride, H, G, h0, heads, B, rows, othe
     tiles = (rows + 8 * TM - 1) // (8 * TM)
     n0 = tl.maximum(shift - column - CB - 8 * TM, 0) // (8 * TM)
     n1 = tl.minimum(tl.maximum(shift + others + WN - column, 0) // (8 * TM) + 1, tiles)
-    for b in range(0, B):
+    # One loop over batches and tiles: at short lengths a batch has a single tile, and loads must still run ahead.
+    count = tl.maximum(n1 - n0, 1)
+    for turn in tl.range(0, B * count, num_stages=STAGES):
+        b = turn // count
+        first = (n0 + turn % count) * (8 * TM)
         zhead = dz + tl.cast(b * heads + local, tl.int64) * head
         xhead = x + tl.cast(b, tl.int64) * sx[0] + tl.cast(h // G, tl.int64) * sx[1]
-        for n in tl.range(n0, n1, num_stages=STAGES):
-            first = n * (8 * TM)
-            r = first + rho + 8 * t
-            lo, hi = stored(r, ranges, batch, b, rows, others, offset, ahead, behind, shift, WM, WN, SIZE, RANGED)
-            place = (first + 8 * t + column)[:, None] + cc[None, :]
-            inside = (place >= lo[:, None]) & (place < hi[:, None])
-            ds = tl.load(zhead + (r.to(tl.int64) * stride)[:, None] + place, mask=inside, other=0.0)
-            if SCALAR:
-                value = ds.to(tl.float32)
-                if GATED:
-                    value *= tl.load(xhead + r.to(tl.int64) * sx[2], mask=r < rows, other=0.0).to(tl.float32)[:, None]
-                number += tl.sum(value, 0)
-            else:
-                at = xhead + r.to(tl.int64)[:, None] * sx[2] + d[None, :]
-                right = tl.load(at, mask=(r[:, None] < rows) & (d[None, :] < D), other=0.0)
-                total = tl.dot(tl.trans(ds), right, total, input_precision="ieee")
+        r = first + rho + 8 * t
+        lo, hi = stored(r, ranges, batch, b, rows, others, offset, ahead, behind, shift, WM, WN, SIZE, RANGED)
+        place = (first + 8 * t + column)[:, None] + cc[None, :]
+        inside = (place >= lo[:, None]) & (place < hi[:, None])
+        ds = tl.load(zhead + (r.to(tl.int64) * stride)[:, None] + place, mask=inside, other=0.0)
+        if SCALAR:
+            value = ds.to(tl.float32)
+            if GATED:
+                value *= tl.load(xhead + r.to(tl.int64) * sx[2], mask=r < rows, other=0.0).to(tl.float32)[:, None]
+            number += tl.sum(value, 0)
+        else:
+            right_at = xhead + r.to(tl.int64)[:, None] * sx[2] + d[None, :]
+            right = tl.load(right_at, mask=(r[:, None] < rows) & (d[None, :] < D), other=0.0)
+            total = tl.dot(tl.trans(ds), right, total, input_precision="ieee")
     at = tl.cast(local * 8 + rho, tl.int64) * length + block * CB + cc
     if SCALAR:
         tl.store(out + at, number)

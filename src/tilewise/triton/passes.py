@@ -18,9 +18,17 @@ from .project import prepare
 __all__ = ["fold_rows", "forward", "prepare_rows", "project_scores", "shifted", "store_probabilities", "terms_of"]
 
 
-def forward(call: Call, o: Tensor, lse: Tensor) -> None:
+def forward(call: Call, o: Tensor, lse: Tensor, skew: str = "auto") -> None:
     """See :func:`tilewise.triton.forward`."""
     L = Layout(call)
+    if skew == "shared" or (skew == "auto" and L.kind == "identity" and L.limits.hopper):
+        from . import linear
+
+        reasons = linear.unsuited(L)
+        if not reasons:
+            return linear.forward(L, o, lse)
+        if skew == "shared":
+            raise ValueError(f"skew='shared' cannot run this call: {'; '.join(reasons)}; skew='memory' runs it")
     tiles = forward_tiles(max(L.BD, L.BV), L.bytes, L.Tk, L.kind, L.limits)
     qtables, vtables = L.shifting("key"), L.shifting("value")
     qx = shifted(L, L.q, bool(qtables))

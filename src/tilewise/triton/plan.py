@@ -49,9 +49,9 @@ PROGRAMS = 1024
 
 @lru_cache(maxsize=16)
 def limits_of(device: torch.device) -> Limits:
-    """The limits of a CUDA device; of Hopper for anything else (ahead-of-time compilation, the interpreter)."""
+    """The limits of a CUDA device; of an H200 for anything else (ahead-of-time compilation, the interpreter)."""
     if device.type != "cuda":
-        return Limits(232448, True)
+        return Limits(232448, True, device.type == "meta")
     properties = torch.cuda.get_device_properties(device)
     return Limits.of((properties.major, properties.minor), properties.shared_memory_per_block_optin)
 
