@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import sys
 from pathlib import Path
 
 import psutil
 
-__all__ = ["METHOD", "available", "peak", "reset_peak", "resident"]
+__all__ = ["METHOD", "available", "peak", "release", "reset_peak", "resident"]
 
 _CLEAR, _STATUS = Path("/proc/self/clear_refs"), Path("/proc/self/status")
 
@@ -17,6 +19,13 @@ if sys.platform == "linux":
     )
 else:
     METHOD = "peak resident memory of the process so far (it never falls from length to length), above the loaded model"
+
+
+def release() -> None:
+    """Hand memory that was freed back to the system, where the allocator can (glibc), lest a run take it unseen."""
+    gc.collect()
+    if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
+        libc.malloc_trim(0)
 
 
 def resident() -> int:

@@ -35,6 +35,7 @@ def serve(system: str, impl: str, requests: TextIO, replies: TextIO) -> None:
         patch(model, impl=impl)
     ids = torch.arange(2, 2 + _WARM_UP)[None]
     _run(model, ids, new_tokens=2)
+    memory.release()
     loaded = memory.resident()
 
     def reply(message: dict[str, Any]) -> None:
@@ -46,6 +47,7 @@ def serve(system: str, impl: str, requests: TextIO, replies: TextIO) -> None:
         request = json.loads(line)
         ids = torch.from_numpy(np.load(request["ids"]))[None]
         ids = torch.cat((ids[:, : request["n"] - 1], ids[:, -1:]), dim=1)
+        memory.release()
         memory.reset_peak()
         try:
             hidden, tokens, encode, generate = _run(model, ids, request["new_tokens"])
