@@ -5,16 +5,22 @@ import torch
 from tilewise.carried import CarriedConfig, Carry, carried_attention, carried_attention_reference
 
 
-def inputs(layers=4, B=1, H=4, Hk=2, T=37, Tk=None, d=8, dv=None, dtype=torch.float64, std=1.0, offset=0.0):
+def inputs(
+    layers=4, B=1, H=4, Hk=2, T=37, Tk=None, d=8, dv=None, dtype=torch.float64, std=1.0, offset=0.0, device="cpu",
+):  # fmt: skip
     """q, k, v lists that require gradients; `offset` is the spread of a shift common to a whole row of scores."""
     Tk, dv = Tk or T, dv or d
-    q = [torch.randn(B, H, T, d, dtype=torch.float64) * std for _ in range(layers)]
-    k = [torch.randn(B, Hk, Tk, d, dtype=torch.float64) for _ in range(layers)]
-    v = [torch.randn(B, Hk, Tk, dv, dtype=torch.float64) for _ in range(layers)]
+
+    def normal(*shape):
+        return torch.randn(*shape, dtype=torch.float64, device=device)
+
+    q = [normal(B, H, T, d) * std for _ in range(layers)]
+    k = [normal(B, Hk, Tk, d) for _ in range(layers)]
+    v = [normal(B, Hk, Tk, dv) for _ in range(layers)]
     if offset:
         for i in range(layers):
-            u = torch.nn.functional.normalize(torch.randn(B, Hk, 1, d, dtype=torch.float64), dim=-1)
-            q[i] = q[i] + u.repeat_interleave(H // Hk, 1) * offset * torch.randn(B, H, T, 1, dtype=torch.float64)
+            u = torch.nn.functional.normalize(normal(B, Hk, 1, d), dim=-1)
+            q[i] = q[i] + u.repeat_interleave(H // Hk, 1) * offset * normal(B, H, T, 1)
             k[i] = k[i] + u * d**0.5
     return [[x.to(dtype).requires_grad_() for x in group] for group in (q, k, v)]
 

@@ -19,57 +19,69 @@ class Shape(NamedTuple):
     stages: int
 
 
+WIDE = {
+    "forward": Shape(128, 64, 8, 3),
+    "backward": Shape(64, 64, 8, 2),
+    "again": Shape(64, 64, 4, 2),
+    "product": Shape(128, 64, 8, 3),
+}
+"""16-bit tiles of heads wider than 64."""
+
+NARROW = {
+    "forward": Shape(128, 64, 4, 3),
+    "backward": Shape(64, 64, 4, 3),
+    "again": Shape(64, 64, 4, 2),
+    "product": Shape(128, 64, 8, 3),
+}
+"""16-bit tiles of heads up to 64 wide."""
+
+SINGLE = Shape(32, 32, 4, 1)
+"""fp32 tiles."""
+
+
 def forward_tiles(width: int, bytes_: int, tile: int, count: int, packed: int) -> Shape:
     """Tiles of the forward pass: `count` summed layers, `packed` buffers read or written."""
-    if bytes_ == 4:
-        return _within(Shape(32, 32, 4, 1), tile)
-    shape = Shape(128, 64, 8, 3) if width > 64 else Shape(128, 64, 4, 3)
 
     def elements(s: Shape) -> int:
         return count * s.queries * width + s.stages * s.keys * ((count + 1) * width + packed * s.queries)
 
-    return _fit(shape, tile, elements)
+    return _fit("forward", width, bytes_, tile, elements)
 
 
 def backward_tiles(width: int, bytes_: int, tile: int, count: int, packed: int) -> Shape:
     """Tiles of the pass over keys."""
-    if bytes_ == 4:
-        return _within(Shape(32, 32, 4, 1), tile)
-    shape = Shape(64, 64, 8, 2) if width > 64 else Shape(64, 64, 4, 3)
 
     def elements(s: Shape) -> int:
         passing = s.queries * ((count + 1) * width + packed * s.keys)
         return (count + 1) * s.keys * width + s.stages * passing + 2 * s.queries * s.keys
 
-    return _fit(shape, tile, elements)
+    return _fit("backward", width, bytes_, tile, elements)
 
 
 def again_tiles(width: int, bytes_: int, tile: int, count: int, packed: int) -> Shape:
     """Tiles of dQ where the gradient of the scores is formed again."""
-    if bytes_ == 4:
-        return _within(Shape(32, 32, 4, 1), tile)
 
     def elements(s: Shape) -> int:
         passing = s.keys * ((count + 1) * width + packed * s.queries)
         return (count + 1) * s.queries * width + s.stages * passing + s.queries * s.keys
 
-    return _fit(Shape(64, 64, 4, 2), tile, elements)
+    return _fit("again", width, bytes_, tile, elements)
 
 
 def product_tiles(width: int, bytes_: int, tile: int) -> Shape:
     """Tiles of dQ."""
-    if bytes_ == 4:
-        return _within(Shape(32, 32, 4, 1), tile)
-    return _fit(Shape(128, 64, 8, 3), tile, lambda s: s.stages * s.keys * (width + s.queries))
+    return _fit("product", width, bytes_, tile, lambda s: s.stages * s.keys * (width + s.queries))
 
 
 def _within(shape: Shape, tile: int) -> Shape:
     return shape._replace(queries=min(shape.queries, tile), keys=min(shape.keys, tile))
 
 
-def _fit(shape: Shape, tile: int, elements) -> Shape:
+def _fit(kernel: str, width: int, bytes_: int, tile: int, elements) -> Shape:
     """Fewer stages, then fewer keys, then fewer queries, until the count of 2-byte elements fits in shared memory."""
-    shape = _within(shape, tile)
+    if bytes_ == 4:
+        return _within(SINGLE, tile)
+    shape = _within((WIDE if width > 64 else NARROW)[kernel], tile)
     while 2 * elements(shape) > SHARED:
         if shape.stages > 1:
             shape = shape._replace(stages=shape.stages - 1)
