@@ -50,6 +50,8 @@ JOBS = {
     "lengths": ("wav2vec2_bert", sizes(140, B=2), "lengths", HALF, 0.0),
     "widths": ("vits", sizes(70, 140, d=20, d_v=24), "dense", HALF, 0.0),
     "offset-intervals": ("t5_causal", sizes(70, 200, offset=90), "intervals", HALF, 0.0),
+    "wide": ("wav2vec2_bert", sizes(140, d=80), "none", HALF, 0.0),
+    "gaps-fp32": ("deberta", sizes(140), "right_padding", SINGLE, 0.0),
     "pointers": ("deberta", sizes(200), "none", HALF, 0.0),
 }
 

@@ -10,8 +10,8 @@ import pytest
 HERE = Path(__file__).parent
 SHARDS = (
     ("t5", "everything", "wavlm-window", "offset-intervals"),
-    ("shaw-values", "lengths", "widths"),
-    ("deberta-causal", "explicit-holes", "inkling-fp32"),
+    ("shaw-values", "lengths", "widths", "wide"),
+    ("deberta-causal", "explicit-holes", "inkling-fp32", "gaps-fp32"),
     ("txl-packed", "shared-heads-dropout", "pointers"),
     ("unneeded",),
 )

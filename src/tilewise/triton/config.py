@@ -34,7 +34,7 @@ class Limits:
 MEASURED: dict[tuple[str, str], tuple[tuple[int, tuple[int, ...]], ...]] = {
     ("forward", "plain"): ((0, (64, 64, 4, 3, 2)), (2048, (64, 128, 4, 3, 2))),
     ("forward", "scalar"): ((0, (64, 64, 4, 3, 2)), (4096, (64, 128, 4, 3, 2))),
-    ("forward", "query"): ((0, (64, 64, 4, 3, 2)), (4096, (64, 128, 4, 3, 2))),
+    ("forward", "query"): ((0, (64, 64, 4, 3, 2)),),
     ("forward", "key"): ((0, (128, 64, 4, 3, 2)),),
     ("forward", "identity"): ((0, (64, 64, 4, 3, 3)),),
     ("forward", "value"): ((0, (64, 64, 4, 3, 2)),),
@@ -68,8 +68,8 @@ def forward_tiles(d: int, bytes_: int, N: int, kind: str, limits: Limits) -> Til
         return _fit(Tiles(32, 32, 4, 2, 2), d, bytes_, limits)
     if d <= 64:
         return _fit(Tiles(*_measured("forward", kind, N)), d, bytes_, limits)
-    # 128 queries need 8 warps from width 128 on; blocks of a scalar term's slab have 64 rows.
-    tall = d <= 128 and kind in ("plain", "query", "key")
+    # What value-side terms leave to the fold afterwards is decided on 64 × 64 blocks.
+    tall = d <= 128 and kind not in ("value", "identity")
     return _fit(Tiles(128, 64, 8, 3, 2) if tall else Tiles(64, 64, 4 if d <= 128 else 8, 3, 2), d, bytes_, limits)
 
 
@@ -80,7 +80,8 @@ def backward_tiles(d: int, bytes_: int, kind: str, keyed: bool, limits: Limits) 
     if d > 128:
         return _fit(Tiles(32, 64, 8, 2, 2) if keyed else Tiles(64, 32, 8, 2, 2), d, bytes_, limits)
     if d > 64:
-        return _fit(Tiles(64, 64, 8, 2, 2), d, bytes_, limits)
+        # Eight warps on 64 rows split every product's columns; narrow tiles keep four warps without spills.
+        return _fit(Tiles(32, 64, 4, 2, 2) if keyed else Tiles(64, 32, 4, 3, 3), d, bytes_, limits)
     return _fit(Tiles(*_measured("keys" if keyed else "queries", kind, 0)), d, bytes_, limits)
 
 

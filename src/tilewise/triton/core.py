@@ -72,7 +72,13 @@ def _attend(acc, l, m, edge, q, k, sk, hk, v, sv, bv, hv, terms, zs, rule, seed,
         if DROPOUT:
             p = tl.where(kept(seed, bh, i0, j, drop, BM, BN), p, 0.0)
         tile = load_rows(v, sv, bv, hv, j, Tk, DV, BN, BV, TMA)
-        acc = tl.dot(p.to(tile.dtype), tile, acc, input_precision="ieee")
+        if tile.dtype == tl.float32:
+            # A sum of its own for each tile: one long chain of additions would double the error of O. The zero is
+            # made at run time, since a constant one would be folded into the chain again.
+            zero = tl.broadcast_to((shrink * 0.0)[:, None], (BM, BV))
+            acc = acc + tl.dot(p, tile, zero, input_precision="ieee")
+        else:
+            acc = tl.dot(p.to(tile.dtype), tile, acc, input_precision="ieee")
     return acc, l, m
 
 

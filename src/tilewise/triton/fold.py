@@ -11,7 +11,7 @@ from .project import ends, row_of, stored
 
 _RUNTIME = [
     "scale", "H", "G", "h0", "heads", "B", "rows", "others", "offset", "ahead", "behind", "shift", "cmin", "span",
-    "batch", "length", "R", "blocks", "T", "origin", "step", "size",
+    "batch", "length", "R", "blocks", "T", "origin", "step", "size", "left_row", "right_row", "first", "second",
 ]  # fmt: skip
 
 
@@ -137,24 +137,30 @@ def collect(dz, x, out, ranges, sx, head, stride, H, G, h0, heads, B, rows, othe
 
 
 @triton.jit(do_not_specialize=_RUNTIME)
-def reduce(partial, order, starts, parts, sums, crossed, gate, grad, sgrad, sgate, left_row, right_row, scale, H, h0,
-           heads, B, length, T, blocks, D: tl.constexpr, BD: tl.constexpr, N: tl.constexpr, SCALAR: tl.constexpr,
-           GATED: tl.constexpr, ENDS: tl.constexpr, PARTS: tl.constexpr, CROSS: tl.constexpr):  # fmt: skip
+def reduce(partial, order, starts, parts, sums, crossed, gate, grad, sgrad, sgate, left_row, right_row, first, second,
+           scale, H, h0, B, length, T, blocks, D: tl.constexpr, BD: tl.constexpr, N: tl.constexpr,
+           SCALAR: tl.constexpr, GATED: tl.constexpr, ENDS: tl.constexpr, PARTS: tl.constexpr,
+           CROSS: tl.constexpr):  # fmt: skip
     """grad[h, row] = scale · (Σ of the row's columns and residues + what the saturated sides add to end rows).
 
-    PARTS: the sides' sums come as one vector a block of `blocks` (the second includes the first), CROSS: less
-    Σ sums · Σ ends of the tables `crossed`, which the shifted factor had added; else they are Σ sums · gate, of T sums
-    a head.
+    Program (row, head) for all rows but the two ends, which have far more to sum and a launch of their own (ENDS: rows
+    `first` and `second`). PARTS: the sides' sums come as one vector a block of `blocks` (the second includes the first),
+    CROSS: less Σ sums · Σ ends of the tables `crossed`, which the shifted factor had added; else they are Σ sums · gate,
+    of T sums a head.
     """
-    row = tl.program_id(0)
     local = tl.program_id(1)
     h = h0 + local
     d = tl.arange(0, BD)
     n = tl.arange(0, N)
     total = tl.zeros([N, BD], tl.float32)
     number = tl.zeros([N], tl.float32)
+    row = tl.program_id(0)
+    mine = (row != left_row) & (row != right_row)
+    if ENDS:
+        row = tl.where(row == 0, first, second)
+        mine = row >= 0
     a = tl.load(starts + row)
-    e = tl.load(starts + row + 1)
+    e = tl.where(mine, tl.load(starts + row + 1), a)
     base = tl.cast(local, tl.int64) * 8 * length
     for c in range(a, e, N // 8):
         slot = c + n // 8
@@ -171,33 +177,33 @@ def reduce(partial, order, starts, parts, sums, crossed, gate, grad, sgrad, sgat
             if side == 1:
                 end = right_row
             if row == end:
-                for b in range(0, B):
-                    bh = b * H + h
-                    if PARTS:
-                        for c in range(0, blocks, N):
-                            part = ((tl.cast(bh, tl.int64) * blocks + c + n) * 2 + side)[:, None] * D + d[None, :]
-                            inside = (c + n < blocks)[:, None] & (d[None, :] < D)
-                            value = tl.load(parts + part, mask=inside, other=0.0)
-                            if side == 1:
-                                value -= tl.load(parts + part - D, mask=inside, other=0.0)
-                            total += value
-                    if SCALAR or CROSS:
-                        sigma = tl.zeros([N], tl.float32)
-                        for c in range(0, T, N):
-                            within = c + n < T
-                            sum_at = sums + tl.cast((side * B + b) * H + h, tl.int64) * T + c + n
-                            summed = tl.load(sum_at, mask=within, other=0.0)
-                            if GATED:
-                                gate_at = gate + tl.cast(b, tl.int64) * sgate[0] + tl.cast(h, tl.int64) * sgate[1]
-                                gate_at = gate_at + (c + n) * sgate[2]
-                                summed *= tl.load(gate_at, mask=within, other=0.0).to(tl.float32)
-                            sigma += summed
-                        if SCALAR:
-                            number += sigma
-                        else:
-                            total -= sigma[:, None] * ends(crossed, h, d, D, side)[None, :]
+                if PARTS:
+                    for c in range(0, B * blocks, N):
+                        which = c + n
+                        bh = (which // blocks) * H + h
+                        part = ((bh.to(tl.int64) * blocks + which % blocks) * 2 + side)[:, None] * D + d[None, :]
+                        inside = (which < B * blocks)[:, None] & (d[None, :] < D)
+                        value = tl.load(parts + part, mask=inside, other=0.0)
+                        if side == 1:
+                            value -= tl.load(parts + part - D, mask=inside, other=0.0)
+                        total += value
+                if SCALAR or CROSS:
+                    sigma = tl.zeros([N], tl.float32)
+                    for c in range(0, B * T, N):
+                        b = (c + n) // T
+                        i = (c + n) % T
+                        within = c + n < B * T
+                        summed = tl.load(sums + ((side * B + b) * H + h).to(tl.int64) * T + i, mask=within, other=0.0)
+                        if GATED:
+                            gate_at = gate + b.to(tl.int64) * sgate[0] + h * sgate[1] + i * sgate[2]
+                            summed *= tl.load(gate_at, mask=within, other=0.0).to(tl.float32)
+                        sigma += summed
+                    if SCALAR:
+                        number += sigma
+                    else:
+                        total -= sigma[:, None] * ends(crossed, h, d, D, side)[None, :]
     to = grad + tl.cast(h, tl.int64) * sgrad[0] + row * sgrad[1]
     if SCALAR:
-        tl.store(to, (tl.sum(number, 0) * scale).to(grad.dtype.element_ty))
+        tl.store(to, (tl.sum(number, 0) * scale).to(grad.dtype.element_ty), mask=mine)
     else:
-        tl.store(to + d * sgrad[2], (tl.sum(total, 0) * scale).to(grad.dtype.element_ty), mask=d < D)
+        tl.store(to + d * sgrad[2], (tl.sum(total, 0) * scale).to(grad.dtype.element_ty), mask=mine & (d < D))

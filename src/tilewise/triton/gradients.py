@@ -16,7 +16,7 @@ from .fold import collect, reduce
 from .launch import launch
 from .masks import BLOCK
 from .passes import fold_rows, prepare_rows, project_scores, shifted, store_probabilities, terms_of
-from .plan import Buffer, Layout, Source, padded
+from .plan import Buffer, Layout, Source, fitted, padded
 from .terms import Geometry, Store, column_rows
 
 __all__ = ["backward"]
@@ -231,7 +231,7 @@ class _Backward:
         x = {"scalar": L.lefts[n], "query": L.lefts[n], "key": L.k, "value": self.g}[port.kind]
         group = L.G if port.kind == "key" else 1
         width = 1 if scalar else grad.shape[2]
-        TM, CB, warps, stages = self.fold_shape
+        TM, CB, warps, stages = fitted(self.fold_shape, g.rows)
         length = -(-(g.last - g.first + 8) // CB) * CB
         partial = torch.empty(heads, 8, length, width, dtype=torch.float32, device=L.device)
         offset, ahead, behind = L.band_args(g)
@@ -243,23 +243,26 @@ class _Backward:
             STAGES=stages, num_warps=warps,
         )  # fmt: skip
         order, starts = _by_row(port.rows, g, grad.shape[1], L.device)
-        # Lanes for a usual row's columns × 8 residues; the ends' rows have more and take several turns.
-        lanes = (
-            256 if scalar else 8 * min(8, max(2, triton.next_power_of_2(triton.cdiv(g.last - g.first, grad.shape[1]))))
-        )
-        left, right = L.ends[n]
-        ended = L.sides and max(left, right) >= 0
-        parts, blocks, crossed = self._end_parts(n) if ended and not scalar else (L.anchor, 0, ())
+        left, right = L.ends[n] if L.sides else (-1, -1)
+        distinct = [row for row in dict.fromkeys((left, right)) if row >= 0]
+        bounds = (distinct[0], distinct[-1]) if distinct else (-1, -1)
+        parts, blocks, crossed = self._end_parts(n) if distinct and not scalar else (L.anchor, 1, ())
         gate = x if scalar else None
-        launch(
-            reduce, (grad.shape[1], heads), partial, order, starts, parts, self.sum_buffer, crossed,
-            L.anchor if gate is None else gate.x, grad, (*grad.stride(), 1)[:3],
-            (0, 0, 0) if gate is None else gate.strides, left, right,
-            1.0 if port.kind in ("scalar", "value") else L.call.scale, L.H, h0, heads, L.B, length,
-            self.sum_buffer.shape[-1], blocks, D=width, BD=padded(width), N=lanes, SCALAR=scalar,
-            GATED=gate is not None, ENDS=ended, PARTS=ended and not scalar, CROSS=bool(crossed),
-            num_warps=4 if scalar else lanes // 16,
-        )  # fmt: skip
+        # Lanes for a usual row's columns × 8 residues, and for as many as an end row has.
+        usual = 8 * min(8, max(2, triton.next_power_of_2(triton.cdiv(g.last - g.first, grad.shape[1]))))
+        launches = [(grad.shape[1], False, 256 if scalar else usual)]
+        if distinct:
+            launches.append((len(distinct), True, 1024 if scalar else 128))
+        for count, ends, lanes in launches:
+            launch(
+                reduce, (count, heads), partial, order, starts, parts, self.sum_buffer, crossed,
+                L.anchor if gate is None else gate.x, grad, (*grad.stride(), 1)[:3],
+                (0, 0, 0) if gate is None else gate.strides, left, right, *bounds,
+                1.0 if port.kind in ("scalar", "value") else L.call.scale, L.H, h0, L.B,
+                length, max(1, self.sum_buffer.shape[-1]), blocks, D=width, BD=padded(width), N=lanes, SCALAR=scalar,
+                GATED=gate is not None, ENDS=ends, PARTS=ends and not scalar, CROSS=ends and bool(crossed),
+                num_warps=4 if scalar else max(1, lanes // 16),
+            )  # fmt: skip
 
     def _end_parts(self, n: int):
         """(sums over the saturated sides as vectors, how many a head, tables whose ends the other factor had added)."""

@@ -12,7 +12,7 @@ from .core import attend, probabilities
 from .fold import fold
 from .launch import launch
 from .masks import BLOCK
-from .plan import MOST, Buffer, Layout, Source, padded
+from .plan import MOST, Buffer, Layout, Source, fitted, padded
 from .project import prepare
 
 __all__ = ["fold_rows", "forward", "prepare_rows", "project_scores", "shifted", "store_probabilities", "terms_of"]
@@ -140,7 +140,7 @@ def fold_rows(L, n, buffer, acc, sums, out, scale, h0, heads, group, shape) -> N
     """out = scale · (acc + buffer · table of port n + sums · its end rows), by rows of the buffer's geometry."""
     g, at, table = buffer.geometry, L.lookup(n, buffer.geometry), L.tables[n]
     scalar = table.dim() == 2
-    TM, CB, warps, stages = shape
+    TM, CB, warps, stages = fitted(shape, g.rows)
     offset, ahead, behind = L.band_args(g)
     width = at.table.shape[2]
     left, right = L.ends[n]

@@ -61,6 +61,11 @@ def padded(d: int) -> int:
     return max(16, triton.next_power_of_2(d))
 
 
+def fitted(shape: tuple[int, ...], rows: int) -> tuple[int, ...]:
+    """The shape with no more rows a residue (mod 8) than there are."""
+    return (min(shape[0], max(16, triton.next_power_of_2(triton.cdiv(rows, 8)))), *shape[1:])
+
+
 class Source:
     """A [B, H, T, d] tensor that kernels read by rows, through a descriptor or through pointers."""
 
@@ -116,7 +121,7 @@ class Lookup:
 
 @dataclass
 class Slab:
-    """A Toeplitz slab [heads, BLOCK, width]: entry (a, w) belongs to offset a − w + shift."""
+    """A Toeplitz slab [heads, rows, width]: entry (a, w) belongs to offset a − w + shift."""
 
     memory: Tensor
     width: int
@@ -263,7 +268,7 @@ class Layout:
     def project(self, n: int, x: Source, group: int, buffer: Buffer, scale: float, h0: int, heads: int, tile, shape):
         """Port n's projection of x (rows of one head in `group`) into the buffer, for heads h0 … h0 + heads − 1."""
         g, at = buffer.geometry, self.lookup(n, buffer.geometry)
-        TM, CB, warps, stages = shape
+        TM, CB, warps, stages = fitted(shape, g.rows)
         offset, ahead, behind = self.band_args(g)
         width = at.table.shape[2]
         launch(
@@ -281,13 +286,13 @@ class Layout:
         low, high = min(low, high), max(low, high)
         # Tiles begin at j − i − offset + shift, which must be a multiple of 16 bytes.
         shift = -(-(high + 2 * block[1] - self.call.offset) // 16) * 16 + self.call.offset
-        width = -(-(shift + BLOCK - low + 2 * block[1]) // 128) * 128
+        width = -(-(shift + block[0] - low + 2 * block[1]) // 128) * 128
         wide = table.dtype == torch.float32 or self.dtype == torch.float32
         dtype = torch.float32 if wide else torch.float16
-        memory = torch.empty(table.shape[0], BLOCK, width, dtype=dtype, device=self.device)
+        memory = torch.empty(table.shape[0], block[0], width, dtype=dtype, device=self.device)
         launch(
             toeplitz, (width // 128, table.shape[0]), table, _scalar_rows(self.ports[n].rows, low, high, self.device),
-            memory, table.stride(0), table.stride(1), width, shift, low, high, N=BLOCK, CB=128, num_warps=4,
+            memory, table.stride(0), table.stride(1), width, shift, low, high, N=block[0], CB=128, num_warps=4,
         )  # fmt: skip
         return Slab(memory, width, shift)
 
@@ -295,13 +300,13 @@ class Layout:
         """(device functions, fields, descriptor) of a scalar port."""
         gate, heads = self.lefts[n], self.tables[n].shape[0]
         term = Toeplitz(
-            slab.memory, BLOCK * slab.width, slab.width, slab.width, slab.shift, int(heads > 1), self.edge(n),
+            slab.memory, slab.memory.stride(0), slab.width, slab.width, slab.shift, int(heads > 1), self.edge(n),
             self.anchor if gate is None else gate.x, *((0, 0, 0) if gate is None else gate.strides),
             tl.constexpr(gate is not None),
         )  # fmt: skip
         z = None
         if tma:
-            steps = [BLOCK * slab.width, slab.width, 1]
+            steps = list(slab.memory.stride())
             z = TensorDescriptor(slab.memory, list(slab.memory.shape), steps, [1, tiles.queries, tiles.keys])
         return (toeplitz_band, toeplitz_edge), term, z
 
