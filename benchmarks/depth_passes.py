@@ -55,20 +55,34 @@ def plain(x, W, layers):
 
 
 class Inference:
-    """Prefill or decode: one-pass while at most `hybrid` blocks are complete, then two phases with scores ahead."""
+    """Prefill or decode: one-pass while at most `hybrid` blocks are complete, then two phases with scores ahead.
 
-    def __init__(self, x, Q, W, layers, S, hybrid):
-        self.x, self.W, self.layers, self.S, self.hybrid = x, W, layers, S, hybrid
+    `direct`: two phases read up to so many sources without phase 1 (`launch.phase2_from_scores`).
+    """
+
+    def __init__(self, x, Q, W, layers, S, hybrid, direct=0):
+        self.x, self.W, self.layers, self.S, self.hybrid, self.direct = x, W, layers, S, hybrid, direct
         (T, d), N = x.shape, layers // S
         self.bank = torch.empty((N + 1, T, d), dtype=x.dtype, device=x.device)
-        self.scores = torch.empty((layers, N + 1, T), dtype=torch.float32, device=x.device)
+        self.scores = torch.empty((layers + 1, N + 1, T), dtype=torch.float32, device=x.device)
         self.o1 = torch.empty((S, T, d), dtype=x.dtype, device=x.device)
         self.lse = torch.empty((S, T), dtype=torch.float32, device=x.device)
         self.q = list(Q.unbind(0))
-        self.later = [Q[b * S : layers] for b in range(N)]
+        # Sublayer 0 reads the embedding alone and needs no score: 128 later queries are one tile, 129 are two.
+        self.later = [Q[max(b * S, 1) :] for b in range(N)]
+
+    def merge(self, n, l, o1, u, p):
+        """(p, y) of read l over n sources and the prefix; o1 is the block's row of phase 1."""
+        q, w = self.q[l], self.W[l]
+        if n <= self.direct:
+            return launch.phase2_from_scores(u, p, self.bank[:n].unbind(0), self.scores[l, :n], q, w, EPS, EPS)
+        if n == 1:
+            # Over one source the softmax is 1: o1 is the source itself.
+            return launch.phase2_fwd(u, p, self.bank[0], self.scores[l, 0], q, w, EPS, EPS)
+        return launch.phase2_fwd(u, p, self.o1[o1], self.lse[o1], q, w, EPS, EPS)
 
     def __call__(self):
-        S, bank = self.S, self.bank
+        S, bank, N = self.S, self.bank, self.layers // self.S
         bank[0].copy_(self.x)
         u = p = None
         for l in range(self.layers):
@@ -82,27 +96,30 @@ class Inference:
                 else:
                     p, y = launch.mix_fwd(bank[:n].unbind(0), u, p, q, w, EPS, EPS)
             elif i == 0:
-                first = b * S
+                first = max(b * S, 1)
                 if n == self.hybrid + 1 and b:
                     launch.scores(bank[:b].unbind(0), self.later[b], EPS, out=self.scores[first:, :b])
                 if b:
                     launch.complete(u, p, self.later[b], EPS, block=bank[b], out=self.scores[first:, b])
                 else:
-                    launch.scores([bank[0]], self.later[0], EPS, out=self.scores[:, :1])
-                o1, lse = self.o1, self.lse
-                if n == 1:
-                    # Over one source the softmax is 1: o1 is the source itself.
-                    o1, lse = [bank[0]] * S, self.scores[first : first + S, 0]
-                else:
-                    launch.combine(bank[:n].unbind(0), self.scores[first : first + S, :n], o1, lse)
-                y = launch.phase2_fwd(None, None, o1[0], None, None, w, EPS, EPS)[1]
+                    launch.scores([bank[0]], self.later[0], EPS, out=self.scores[first:, :1])
+                if n > max(1, self.direct):
+                    launch.combine(bank[:n].unbind(0), self.scores[b * S : b * S + S, :n], self.o1, self.lse)
+                y = (
+                    self.merge(n, l, 0, None, None)[1]
+                    if b
+                    else launch.phase2_fwd(None, None, bank[0], None, None, w, EPS, EPS)[1]
+                )
             else:
-                p, y = launch.phase2_fwd(u, p, o1[i], lse[i], q, w, EPS, EPS)
+                p, y = self.merge(n, l, i, u, p)
             if i == 0:
                 p = None
             u = update(y)
-        N = self.layers // S
-        return launch._mix(bank[:N].unbind(0), u, p, bank[N], None, self.q[-1], self.W[-1], EPS, EPS)
+        if N <= self.hybrid:
+            return launch._mix(bank[:N].unbind(0), u, p, bank[N], None, self.q[-1], self.W[-1], EPS, EPS)
+        if N > max(1, self.direct):
+            launch.combine(bank[:N].unbind(0), self.scores[self.layers :, :N], self.o1[:1], self.lse[:1])
+        return self.merge(N, self.layers, 0, u, p)[1]
 
 
 def naive(x, Q, W, layers, S):

@@ -79,10 +79,12 @@ def main(dtype: torch.dtype, d: int, T: int, n: int, S: int) -> None:
     launch.mix_bwd(u, p, v, p, q, w, 1e-6, 1e-6)
     launch.phase2_fwd(u, p, u, empty(T, dtype=f32), q, w, 1e-6, 1e-6)
     launch.phase2_fwd(None, None, u, None, None, w, 1e-6, 1e-6)
+    launch.phase2_from_scores(u, p, v[:3], empty(3, T, dtype=f32), q, w, 1e-6, 1e-6)
     launch.phase2_bwd(u, p, p, u, empty(T, dtype=f32), q, w, 1e-6, 1e-6)
     qs, do = empty(S, d, dtype=f32), x(S, T, d)
     s, r = launch.scores(v, qs, 1e-6)
     launch.complete(u, p, qs, 1e-6)
+    launch.combine(v, s[:1])
     _, lse = launch.combine(v, s)
     launch.phase1_bwd(do.unbind(0), lse, v, qs, s, lse, r, [empty(T, d, dtype=f32) for _ in v])
     many = [x(T, d) for _ in range(17)]

@@ -10,8 +10,10 @@ import triton
 import triton.language as tl
 
 from tilewise import depth
+from tilewise.depth import eager
 from tilewise.depth import reference as R
-from tilewise.depth.triton import config, sources
+from tilewise.depth.sources import Fixed
+from tilewise.depth.triton import config, launch, sources
 from tilewise.depth.triton.common import source_rows
 from tilewise.testing import assert_within_budget
 
@@ -136,6 +138,25 @@ def test_scores_ahead(dtype, S, gram, monkeypatch):
         assert_within_budget(name, *xs)
 
 
+@pytest.mark.usefixtures("tokens")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("n", [1, 3])
+def test_phase_two_from_scores(dtype, n):
+    v, w, g, o, u, p = make(n, 1, 3, 40, dtype, correlation=0.9)
+    q = depth.fold_queries(w, g)
+    s = depth.scores(v, w, g)
+    for update, prefix in ((u, p), (u, None), (None, None)):
+        for norm in (None, o):
+            args = update, prefix, v, s[0], q[0], norm, 1e-6, 1e-3
+            got, low = launch.phase2_from_scores(*args), eager.phase2_from_scores(*args)
+            exact = [x.double() if torch.is_tensor(x) else x for x in args]
+            exact[2], exact[3] = [x.double() for x in v], R.scores([x.double() for x in v], w.double(), g.double())[0]
+            exact = eager.phase2_from_scores(*exact)
+            assert_within_budget("y", got[1], low[1], exact[1])
+            assert (got[0] is None) == (low[0] is None)
+            assert got[0] is None or torch.equal(got[0], low[0])
+
+
 @pytest.mark.parametrize(("n", "write", "delta"), [(0, -1, True), (2, 3, True), (4, -1, False)])
 def test_serving_contract(n, write, delta):
     T, NB, d = 3, 4, 24
@@ -192,6 +213,15 @@ def test_a_bank_is_one_storage_evenly_spaced():
     assert sources.even_step([bank[1], bank[0]]) is None
     assert sources.even_step([bank[0], bank[1].clone()]) is None
     assert sources.even_step([bank[2]]) == 0
+
+
+def test_fixed_sources_keep_their_table():
+    v = Fixed(torch.randn(2, 16) for _ in range(3))
+    made = sources.bank(v)
+    assert made.table is not None
+    assert sources.bank(v) is made
+    assert made.table.tolist() == [x.data_ptr() for x in v]
+    assert sources.bank(list(v)) is not made
 
 
 def test_no_tokens():

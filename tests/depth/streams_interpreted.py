@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from tilewise.depth import InferenceState, Schedule
+from tilewise.depth.triton import config
 from tilewise.nn import AttnRes
 
 D = 16
@@ -24,6 +25,7 @@ def run(stream, sublayers, norms):
     return stream.output(norms[0])
 
 
+@pytest.mark.parametrize("direct", [config.DIRECT, 0])
 @pytest.mark.parametrize(
     ("schedule", "overlap"),
     [
@@ -33,7 +35,8 @@ def run(stream, sublayers, norms):
         (Schedule.full_attention(5, 3), 0),
     ],
 )
-def test_inference(schedule, overlap):
+def test_inference(schedule, overlap, direct, monkeypatch):
+    monkeypatch.setattr(config, "DIRECT", direct)
     norms = torch.randn(schedule.sublayers, D).unbind(0)
     states = [InferenceState(schedule, m.reads(), max_tokens=3, overlap_tokens=overlap) for m in pair(schedule)]
     for x in (torch.randn(3, D), torch.randn(1, 1, D)):

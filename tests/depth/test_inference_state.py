@@ -125,7 +125,7 @@ def test_plans_print_and_refuse_bad_sizes():
     assert [line.split()[4] for line in table.splitlines()[1:]] == ["15.03", "1.88"]
     assert len({len(line) for line in table.splitlines()}) == 1
     limited = Schedule.block(186, 24, max_queries=4)
-    scores = 186 * 8 * 4 * 1000
+    scores = 187 * 8 * 4 * 1000
     phase1 = [plan_memory(1000, 7168, schedule).phase1 - scores for schedule in (limited, Schedule.kimi_k3())]
     assert 6 * phase1[0] == phase1[1] == 24 * 1000 * (7168 * 2 + 4)
     with pytest.raises(ValueError, match="exactly one"):

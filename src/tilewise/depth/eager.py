@@ -22,11 +22,13 @@ from tilewise.depth.reference import rstd, wide
 __all__ = [
     "combine",
     "complete",
+    "direct",
     "mix_bwd",
     "mix_fwd",
     "partials",
     "phase1_bwd",
     "phase2_bwd",
+    "phase2_from_scores",
     "phase2_fwd",
     "scores",
     "serve_",
@@ -243,6 +245,26 @@ def phase2_bwd(
         if place is not None and x is not None:
             place.copy_(x)
     return results
+
+
+def direct(T: int, n: int) -> bool:
+    """Whether :func:`phase2_from_scores` over n sources beats phase 1 and :func:`phase2_fwd` for T tokens."""
+    return False
+
+
+def phase2_from_scores(
+    update: Tensor | None,
+    prefix: Tensor | None,
+    sources: Sequence[Tensor],
+    s: Tensor,
+    q: Tensor | None,
+    w: Tensor | None,
+    eps: float,
+    output_eps: float,
+) -> tuple[Tensor | None, Tensor]:
+    """(p, y) of :func:`phase2_fwd` with o1 and lse from one query's scores s [n, T]; o1 is not stored."""
+    o1, lse = combine(sources, s[None])
+    return phase2_fwd(update, prefix, o1[0], lse[0], q, w, eps, output_eps)
 
 
 def _phase2_bwd(dy, dp, p, o1, lse, q, w, eps, output_eps):

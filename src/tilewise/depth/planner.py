@@ -101,7 +101,7 @@ def plan_memory(
     slots = schedule.sublayers if schedule.full else len(schedule.starts)
     starts = [start for start in schedule.starts if not schedule.visit(start).one_pass]
     queries = max((schedule.phase1_end(start) - start for start in starts), default=0)
-    scores = schedule.sublayers * slots if queries and not schedule.full else 0
+    scores = (schedule.sublayers + 1) * slots if queries and not schedule.full else 0
     statistics = resident * (queries * (vector + 4) + 4 * scores)
     return MemoryPlan(
         tokens, resident, slots, slots * resident * vector, statistics, 3 * resident * vector, shards, chunk

@@ -20,6 +20,7 @@ from torch.autograd.function import once_differentiable
 
 from tilewise.depth.checks import check_matrix, check_sources
 from tilewise.depth.ops import backend, check_call, fold
+from tilewise.depth.sources import Fixed
 
 __all__ = ["BlockReads", "SharedSource", "mix_norm_shared"]
 
@@ -221,7 +222,7 @@ class _Block:
         self.sums, self.run, self.shape = sums, run, shape
         self.q, self.w = q.detach(), None if w is None else w.detach()
         self.eps, self.output_eps, self.save_o1, self.size = eps, output_eps, save_o1, q.shape[0]
-        self.sources = [x.flat for x in sums]
+        self.sources = Fixed(x.flat for x in sums)
         self.scores, self.rstd = run.scores(self.sources, self.q, eps)
         self.o1, self.lse = self.combine(slice(None))
         self.grad: _BlockGrad | None = None

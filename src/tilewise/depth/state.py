@@ -76,12 +76,12 @@ class InferenceState:
         folded = fold_queries(self.reads.query, self.reads.key_weight).to(device, statistics).contiguous()
         self.q = folded.unbind(0)
         # The same tensors every step: the kernels remember what they derive from a query.
-        self.later = {start: folded[start : schedule.sublayers] for start in range(schedule.sublayers)}
+        self.later = {start: folded[start:] for start in range(schedule.sublayers)}
         two_phase = [] if schedule.full else [l for l in range(schedule.sublayers) if not schedule.visit(l).one_pass]
         rows = max((schedule.phase1_end(l) - l for l in two_phase), default=0)
         self.o1 = torch.zeros(rows * max_tokens * d, device=device, dtype=dtype)
         self.lse = torch.zeros(rows * max_tokens, device=device, dtype=statistics)
-        shape = (schedule.sublayers if rows else 0, slots, max_tokens)
+        shape = (schedule.sublayers + 1 if rows else 0, slots, max_tokens)
         self.scores = torch.zeros(shape, device=device, dtype=statistics)
         self.side = torch.cuda.Stream(device) if device.type == "cuda" and overlap_tokens else None
         self.steps = 0
@@ -201,8 +201,13 @@ class InferenceStream:
         """
         self._check("output()", self.position == self._owner.schedule.sublayers and self._update is not None)
         self._check_weight(norm_weight)
-        slots = self._slots(self._owner.bank.shape[0])
-        return self._mix(slots, self._update, self._prefix, len(self._owner.q) - 1, norm_weight)[1].view(self._shape)
+        owner, n, row = self._owner, self._owner.bank.shape[0], len(self._owner.q) - 1
+        if owner.schedule.full or self._scored < n:
+            return self._mix(self._slots(n), self._update, self._prefix, row, norm_weight)[1].view(self._shape)
+        if not owner.run.direct(self._tokens, n):
+            self._rows = range(row, row + 1)
+            self._combine(self._rows, n, None)
+        return self._merge(row, n, norm_weight, False).view(self._shape)
 
     def _slot(self, number: int) -> Tensor:
         return self._owner.bank[number, : self._tokens]
@@ -244,6 +249,9 @@ class InferenceStream:
                 block = self._slot(n - 1)
                 owner.run.complete(self._update, self._prefix, owner.later[l], reads.eps, block=block, out=out)
                 self._prefix, self._scored = None, n
+        if owner.run.direct(self._tokens, n):
+            self._score(n, l)
+            return self._merge(l, n, weight, first)
         if l not in self._rows:
             self._score(n, l)
             self._rows = range(l, owner.schedule.phase1_end(l))
@@ -254,12 +262,19 @@ class InferenceStream:
         elif self._pending is not None:
             torch.cuda.current_stream().wait_event(self._pending)
             self._pending = None
-        o1, lse = self._buffers(range(l, l + 1))
-        if first:
-            return self._first(o1[0], weight)
-        self._prefix, y = owner.run.phase2_fwd(
-            self._update, self._prefix, o1[0], lse[0], owner.q[l], weight, reads.eps, reads.output_eps
-        )
+        return self._merge(l, n, weight, first)
+
+    def _merge(self, l: int, n: int, weight: Tensor | None, first: bool) -> Tensor:
+        """Read l from what phase 1 left or, where that is cheaper, from its n sources and their scores."""
+        owner, reads = self._owner, self._owner.reads
+        own = (None, None) if first else (self._update, self._prefix)
+        if owner.run.direct(self._tokens, n):
+            scores = owner.scores[l, :n, : self._tokens]
+            phase1, merge = (self._slots(n), scores), owner.run.phase2_from_scores
+        else:
+            o1, lse = self._buffers(range(l, l + 1))
+            phase1, merge = (o1[0], lse[0]), owner.run.phase2_fwd
+        self._prefix, y = merge(*own, *phase1, owner.q[l], weight, reads.eps, reads.output_eps)
         return y
 
     def _score(self, count: int, l: int) -> None:

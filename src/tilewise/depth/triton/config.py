@@ -32,6 +32,10 @@ UNROLLED = 16
 """Up to this many sources travel as kernel arguments; more are read through a device table of addresses."""
 
 
+DIRECT = 4
+"""Up to this many sources a merge of few rows sums itself (`launch.phase2_from_scores`)."""
+
+
 def few(T: int) -> bool:
     """Decode-sized: fewer rows than keep the card busy, so that latency counts and not bytes."""
     return T <= 1024
@@ -115,7 +119,8 @@ def score_tiles(T: int, d: int, S: int, size: int) -> dict:
 
 def combine_tiles(T: int, d: int, n: int, S: int, size: int) -> dict:
     """BS x BT = 32 rows on the left of the dot, BN x BT >= 16 in its sum; `span` tiles of BD columns a program."""
-    block_s = min(max(next_power_of_2(S), 1), 16)
+    # One query as four: 32 tokens of up to 16 sources in flight would leave one program an SM.
+    block_s = min(max(next_power_of_2(S), 4), 16)
     block_t = 32 // block_s
     block_n = min(max(next_power_of_2(n), -(-16 // block_t)), 16)
     if size == 4:

@@ -12,6 +12,7 @@ from torch import Tensor
 from tilewise.depth.triton import config
 from tilewise.depth.triton.launch_phase1 import combine, complete, phase1_bwd, scores
 from tilewise.depth.triton.merge import merge_bwd_kernel, merge_fwd_kernel
+from tilewise.depth.triton.mergefew import merge_sources_kernel
 from tilewise.depth.triton.mixfew import mix_few_kernel
 from tilewise.depth.triton.onepass import mix_bwd_kernel, mix_fwd_kernel
 from tilewise.depth.triton.sources import bank, named, row_stride, rows, table
@@ -19,11 +20,13 @@ from tilewise.depth.triton.sources import bank, named, row_stride, rows, table
 __all__ = [
     "combine",
     "complete",
+    "direct",
     "mix_bwd",
     "mix_fwd",
     "partials",
     "phase1_bwd",
     "phase2_bwd",
+    "phase2_from_scores",
     "phase2_fwd",
     "scores",
     "serve_",
@@ -207,6 +210,44 @@ def phase2_fwd(update, prefix, o1, lse, q, w, eps, output_eps):
             NORM=w is not None,
             EARLY=config.few(T),
             ONE_REDUCTION=config.one_reduction(T, o1.element_size()),
+            D=d,
+            BD=config.row_block(d),
+            num_warps=config.merge_warps(T, d),
+        )
+    return (update if prefix is None else new), y
+
+
+def direct(T: int, n: int) -> bool:
+    """Whether :func:`phase2_from_scores` over n sources beats phase 1 and :func:`phase2_fwd` for T tokens."""
+    return config.few(T) and 1 <= n <= config.DIRECT
+
+
+def phase2_from_scores(update, prefix, sources, s, q, w, eps, output_eps):
+    """See :func:`tilewise.depth.eager.phase2_from_scores`; at most `config.UNROLLED` sources."""
+    like, (T, d) = sources[0], sources[0].shape
+    update, prefix = (None if x is None else x.contiguous() for x in (update, prefix))
+    sources, stride8 = named(sources)
+    s = s if T == 1 or s.stride(1) == 1 else s.contiguous()
+    y = torch.empty((T, d), dtype=like.dtype, device=like.device)
+    new = torch.empty((T, d), dtype=like.dtype, device=like.device) if _both(update, prefix) else None
+    if T:
+        merge_sources_kernel[(T,)](
+            tuple(sources),
+            s,
+            y if update is None else update,
+            y if prefix is None else prefix,
+            y if q is None else q,
+            y if w is None else w,
+            y if new is None else new,
+            y,
+            stride8,
+            s.stride(0),
+            eps,
+            output_eps,
+            N=len(sources),
+            PREFIX=0 if update is None else 1 if prefix is None else 2,
+            NORM=w is not None,
+            ONE_REDUCTION=config.one_reduction(T, like.element_size()),
             D=d,
             BD=config.row_block(d),
             num_warps=config.merge_warps(T, d),

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tilewise.depth.sources import Fixed
 from tilewise.depth.triton.common import table_kernel
 
 __all__ = ["Bank", "bank", "named", "rows", "table"]
@@ -73,7 +74,11 @@ def even_step(sources: Sequence[Tensor]) -> int | None:
 
 
 def bank(sources: Sequence[Tensor]) -> Bank:
-    """A bank if the sources are evenly spaced in memory, else a table."""
+    """A bank if the sources are evenly spaced in memory, else a table; of `Fixed` sources it is made once."""
+    if isinstance(sources, Fixed):
+        if sources.bank is None:
+            sources.bank = bank(list(sources))
+        return sources.bank
     sources, row8 = named(sources)
     step = even_step(sources)
     if step is None:
