@@ -160,6 +160,7 @@ class Options(NamedTuple):
         back: see :class:`tilewise.carried.layout.TileLayout`.
         rounded: for each summed layer, whether its accumulated scores pass through `carry_dtype`.
         carry_dtype: dtype of the stored scores.
+        plain: whether the mask is causality and nothing else.
     """
 
     scale: float
@@ -171,3 +172,4 @@ class Options(NamedTuple):
     back: int
     rounded: Sequence[bool]
     carry_dtype: torch.dtype
+    plain: bool = False

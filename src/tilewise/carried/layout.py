@@ -38,6 +38,7 @@ class TileLayout:
         total: live tiles of a head (an upper bound where queries and keys differ in number).
         back: if not −1, every tile row m holds the tiles m − back … m as far as they exist, so that a kernel can
             compute where a row starts instead of reading it.
+        plain: whether all layers are causal and nothing else.
 
     Args:
         config: the block's options.
@@ -67,6 +68,8 @@ class TileLayout:
         self.tile, self.Tq, self.Tk = config.tile, Tq, Tk
         self.offset = Tk - Tq if offset is None else offset
         self.uniform = config.uniform
+        square = Tq == Tk and self.offset == 0
+        self.plain = config.causal and mask is None and square and config.uniform and config.window(0) is None
         kinds = [config.window(i) for i in range(config.layers)]
         seen, spans, wholes = {}, {}, {}
         for i, kind in enumerate(kinds):

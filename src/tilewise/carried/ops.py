@@ -16,7 +16,7 @@ __all__ = ["LayerCall", "attend"]
 
 _OPTIONS = (
     "float scale, int divisor, float softcap, float dropout_p, int tile, bool uniform, int back, bool[] rounded, "
-    "ScalarType carry_dtype, str impl"
+    "ScalarType carry_dtype, bool plain, str impl"
 )
 _LIBRARY = torch.library.Library("tilewise", "FRAGMENT")
 _LIBRARY.define(

@@ -132,10 +132,12 @@ def carried_attention(
     z_in, z_out, call = _step(carry, layout, gains, q, last)
     n = max(call.forward, call.backward)
     first = len(queries) - n
+    # Scores that are neither read nor stored need no centring.
+    used = centres[-n:] if z_in is not None or z_out is not None else []
     own = layout.layers[carry.index]
     span = [own] if layout.uniform else layout.layers[carry.index - n + 1 : carry.index + 1]
     O, token = attend(
-        call, queries[first:], keys[first:], v, gains[-n:], centres[-n:], [x.lo for x in span],
+        call, queries[first:], keys[first:], v, gains[-n:], used, [x.lo for x in span],
         [x.hi for x in span], own.rows, own.columns, z_in, z_out, carry._token, sink, seed,
         (B, H, layout.slots, layout.tile, layout.tile),
     )  # fmt: skip
@@ -194,7 +196,7 @@ def _step(
     options = Options(
         scale=q.shape[-1] ** -0.5 if config.scale is None else config.scale, divisor=config.divisor(i),
         softcap=config.softcap or 0.0, dropout_p=config.dropout_p, tile=config.tile, uniform=layout.uniform,
-        back=layout.back, rounded=rounded, carry_dtype=carry_dtype,
+        back=layout.back, rounded=rounded, carry_dtype=carry_dtype, plain=layout.plain,
     )  # fmt: skip
     push = plan == "recompute" and not config.detach
     links = plan != "recompute" and not last and not config.detach

@@ -6,12 +6,14 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.backends.cuda import SDPAParams
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ...triton.launch import launch
 from ...triton.masks import dropping
 from ...triton.plan import Source, padded
 from ..config import CarriedConfig, Options
+from . import settings
 from .backward import keys_gradient, queries_again, queries_from_e
 from .forward import attend
 from .settings import again_tiles, backward_tiles, forward_tiles, product_tiles
@@ -108,8 +110,13 @@ def forward(
     seed: Tensor | None, opt: Options,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """See :func:`tilewise.carried.blocked.forward`; lse is in log2 units, so that nothing is rounded twice."""
-    x = _Layer(q, k, v, gain, centre, lo, hi, rows, sink, seed, opt)
     entering = z_out if accumulate else z_in
+    if len(q) == 1 and entering is None and z_out is None and sink is None and _plain_causal(q[0], k[0], v, opt):
+        O, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
+            q[0], k[0], v, None, True, 0.0, True, False, scale=opt.scale / opt.divisor
+        )
+        return O.contiguous(), lse.view(O.shape[:3]) * LOG2E
+    x = _Layer(q, k, v, gain, centre, lo, hi, rows, sink, seed, opt)
     shape = forward_tiles(x.common["BD"], x.bytes, opt.tile, len(q), (entering is not None) + (z_out is not None))
     O = v.new_empty(x.B, x.H, x.Tq, x.dv)
     lse = torch.empty(x.B, x.H, x.Tq, dtype=torch.float32, device=v.device)
@@ -123,6 +130,13 @@ def forward(
         SINK=sink is not None, TMA=x.tma, STAGES=shape.stages, num_warps=shape.warps,
     )  # fmt: skip
     return O, lse
+
+
+def _plain_causal(q: Tensor, k: Tensor, v: Tensor, opt: Options) -> bool:
+    """Whether a layer is causal attention and nothing else, which cuDNN gives with its lse."""
+    if not settings.CUDNN or not opt.plain or opt.softcap or opt.dropout_p or not q.is_cuda:
+        return False
+    return torch.backends.cuda.can_use_cudnn_attention(SDPAParams(q, k, v, None, 0.0, True, True))
 
 
 def backward(

@@ -1,0 +1,187 @@
+"""Blocks of attention that `carried_kernels.py` times, and their kernels compiled side by side before a GPU is used."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import triton
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+from tilewise.carried import CarriedConfig, Carry, TileLayout, carried_attention
+from tilewise.carried.triton import launch as kernels
+from tilewise.carried.triton import settings
+from tilewise.triton.launch import launcher
+
+LAYERS, H, HK, D = 4, 20, 4, 128
+CARRIED = ("recompute", "stored", "mixed")
+
+
+@dataclass(frozen=True)
+class Job:
+    """One block: its plan (``none``: layers without a carry), dtype and tiles other than the table's."""
+
+    plan: str
+    dtype: torch.dtype = torch.bfloat16
+    tiles: tuple[tuple[str, settings.Shape], ...] = ()
+
+
+@contextmanager
+def tiles_of(job: Job):
+    """The tile table with the job's entries in place of its own."""
+    kept = dict(settings.WIDE)
+    settings.WIDE.update(job.tiles)
+    try:
+        yield
+    finally:
+        settings.WIDE.update(kept)
+
+
+def config_of(plan: str, window: int | None = None, impl: str = "triton") -> CarriedConfig:
+    if plan == "none":
+        return CarriedConfig(layers=1, windows=window, impl=impl)
+    return CarriedConfig(layers=LAYERS, plan=plan, windows=window, impl=impl)
+
+
+def tensors(T: int, device: str, dtype: torch.dtype = torch.bfloat16) -> tuple[list[Tensor], ...]:
+    """q, k, v of every layer as projections leave them ([B, T, heads, d] in memory), and upstream gradients."""
+
+    def made(heads: int) -> list[Tensor]:
+        new = [torch.randn(1, T, heads, D, device=device, dtype=dtype).transpose(1, 2) for _ in range(LAYERS)]
+        return [x.requires_grad_() for x in new]
+
+    q, k, v = made(H), made(HK), made(HK)
+    return q, k, v, [x.detach() for x in made(H)]
+
+
+def carried_block(config: CarriedConfig, q, k, v, layout: TileLayout | None = None) -> Callable[[], list[Tensor]]:
+    def run() -> list[Tensor]:
+        carry, outputs = Carry(config, layout=layout), []
+        for x in zip(q, k, v, strict=True):
+            o, carry = carried_attention(*x, carry)
+            outputs.append(o)
+        return outputs
+
+    return run
+
+
+def with_cudnn(run: Callable[[], list[Tensor]]) -> Callable[[], list[Tensor]]:
+    """The same block, its first layer forward through cuDNN."""
+
+    def switched() -> list[Tensor]:
+        settings.CUDNN, kept = True, settings.CUDNN
+        try:
+            return run()
+        finally:
+            settings.CUDNN = kept
+
+    return switched
+
+
+def plain_block(system: str, q, k, v, window: int | None) -> Callable[[], list[Tensor]]:
+    """Four layers of PyTorch's own attention: ``cudnn`` or ``flash``; windows are flash's."""
+    backend = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}[system]
+
+    def run() -> list[Tensor]:
+        if window is not None:
+            return [flash_window(*x, window) for x in zip(q, k, v, strict=True)]
+        with sdpa_kernel(backend):
+            return [
+                scaled_dot_product_attention(*x, is_causal=True, enable_gqa=True) for x in zip(q, k, v, strict=True)
+            ]
+
+    return run
+
+
+def flash_window(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
+    """PyTorch's flash kernel with a window, which scaled_dot_product_attention does not pass on."""
+    x = [t.transpose(1, 2) for t in (q, k, v)]
+    T = q.shape[2]
+    o = torch.ops.aten._flash_attention_forward(
+        *x, None, None, T, T, 0.0, True, False, window_size_left=window - 1, window_size_right=0
+    )
+    return o[0].transpose(1, 2)
+
+
+def _launches(job: Job, act: Callable) -> None:
+    """Run a small block on the CPU with `act` in place of every launch: the same kernels as at any length."""
+    refusal, kernels.refusal = kernels.refusal, lambda *_: None
+    launcher.append(act)
+    try:
+        with tiles_of(job):
+            q, k, v, G = tensors(256, "cpu", job.dtype)
+            outputs = carried_block(config_of(job.plan), q, k, v)()
+            torch.autograd.grad(outputs, [*q, *k, *v], G)
+    finally:
+        launcher.pop()
+        kernels.refusal = refusal
+
+
+def _kind(x) -> str:
+    return "none" if x is None else type(x).__name__ + str(getattr(x, "dtype", "")) + str(getattr(x, "block_shape", ""))
+
+
+class NoGPU:
+    """Enough of a driver to compile for sm_90 in a process that has no CUDA context."""
+
+    def get_current_target(self):
+        return triton.backends.compiler.GPUTarget("cuda", 90, 32)
+
+    def get_active_torch_device(self):
+        return torch.device("cpu")
+
+    def get_current_device(self):
+        return 0
+
+    def get_current_stream(self, device=None):
+        return 0
+
+    def is_active(self):
+        return True
+
+
+def _compile(task: tuple[Job, int]) -> tuple[str, float, str]:
+    job, wanted = task
+    torch.set_num_threads(1)
+    triton.runtime.driver.set_active(NoGPU())
+    count, done = -1, ("", 0.0, "")
+
+    def act(kernel, grid, *args, **meta):
+        nonlocal count, done
+        count += 1
+        if count == wanted:
+            start = time.perf_counter()
+            try:
+                kernel.warmup(*args, grid=grid, **meta)
+                done = (kernel.fn.__name__, time.perf_counter() - start, "")
+            except Exception:
+                done = (kernel.fn.__name__, time.perf_counter() - start, traceback.format_exc()[-600:])
+
+    _launches(job, act)
+    return done
+
+
+def compile_all(jobs: list[Job], processes: int | None = None) -> list[tuple[str, float, str]]:
+    """Compile every kernel of the jobs once, in processes of their own; (name, seconds, error) of each."""
+    seen, tasks = set(), []
+    for job in jobs:
+        found: list[tuple] = []
+        _launches(job, lambda kernel, grid, *args, found=found, **meta: found.append(
+            (kernel.fn.__name__, *map(_kind, args), *sorted((n, str(x)) for n, x in meta.items()))
+        ))  # fmt: skip
+        for n, key in enumerate(found):
+            if key not in seen:
+                seen.add(key)
+                tasks.append((key[0].startswith("row"), (job, n)))
+    # Kernels over rows compile in no time: last.
+    tasks = [task for _, task in sorted(tasks, key=lambda x: x[0])]
+    with multiprocessing.get_context("fork").Pool(processes or max(1, (os.cpu_count() or 2) - 1)) as pool:
+        return pool.map(_compile, tasks, chunksize=1)
