@@ -11,9 +11,9 @@ HERE = Path(__file__).parent
 SHARDS = (
     ("t5", "everything", "wavlm-window", "offset-intervals"),
     ("shaw-values", "lengths", "widths", "wide"),
-    ("deberta-causal", "explicit-holes", "inkling-fp32", "gaps-fp32"),
+    ("deberta-causal", "explicit-holes", "inkling-fp32"),
     ("txl-packed", "shared-heads-dropout", "pointers"),
-    ("unneeded",),
+    ("unneeded", "shares"),
 )
 
 

@@ -21,6 +21,10 @@ def why_not(call: Call) -> list[str]:
     """The reasons for which these kernels cannot run the call; empty if they can."""
     reasons = []
     q, v = call.q, call.v
+    if q.device.type == "cuda" and torch.cuda.get_device_capability(q.device) < (8, 0):
+        reasons.append(
+            f"the GPU is sm_{''.join(map(str, torch.cuda.get_device_capability(q.device)))}; expected sm_80 on"
+        )
     if q.dtype not in (torch.float16, torch.bfloat16, torch.float32):
         reasons.append(f"q is {q.dtype}; the kernels take float16, bfloat16 and float32")
     widths = {"q": q.shape[3], "v": v.shape[3]}

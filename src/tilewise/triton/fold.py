@@ -144,9 +144,9 @@ def reduce(partial, order, starts, parts, sums, crossed, gate, grad, sgrad, sgat
     """grad[h, row] = scale · (Σ of the row's columns and residues + what the saturated sides add to end rows).
 
     Program (row, head) for all rows but the two ends, which have far more to sum and a launch of their own (ENDS: rows
-    `first` and `second`). PARTS: the sides' sums come as one vector a block of `blocks` (the second includes the first),
-    CROSS: less Σ sums · Σ ends of the tables `crossed`, which the shifted factor had added; else they are Σ sums · gate,
-    of T sums a head.
+    `first` and `second`). PARTS: the sides' sums come as one vector a block of `blocks` (the second includes the
+    first), CROSS: less Σ sums · Σ ends of the tables `crossed`, which the shifted factor had added; else they are
+    Σ sums · gate, of T sums a head.
     """
     local = tl.program_id(1)
     h = h0 + local

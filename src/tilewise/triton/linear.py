@@ -3,8 +3,8 @@
 Score (i, j) needs entry (i, j − i + const) of G: each row of the [64, 128] pair of neighbouring G tiles is shifted by
 its own number. Shared memory does multiples of 8: G is written with 16 elements of padding every 8 rows and read with
 8, so rows 8n … 8n + 7 move by 8n and all accesses stay 16 bytes wide. What remains, row mod 8, are shuffles among the
-four threads that hold a row of the matrix fragment. Triton from 3.8 on has ``gather`` for shared memory instead. The second
-G tile of one step is the first of the next, so a step costs one product more than attention without the term.
+four threads that hold a row of the matrix fragment. Triton from 3.8 on has ``gather`` for shared memory instead. The
+second G tile of one step is the first of the next: a step costs one product more than attention without the term.
 """
 
 from __future__ import annotations

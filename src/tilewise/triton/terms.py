@@ -172,7 +172,8 @@ class Geometry:
     def make(cls, rows: int, others: int, offset: int, lo: int, hi: int, tile: tuple[int, int], keyed: bool):
         """Sheared rows of the band's width, or whole rows where those are no longer."""
         whole = -(-others // 128) * 128
-        pad = tile[0] + tile[1] + 8
+        # A block's tiles reach this much beyond the band, seen from its first or last row.
+        pad = tile[0] + tile[1] - 2
         ahead, behind = (-lo, hi) if keyed else (hi, -lo)
         # The sign of the offset in `top` differs between the two sides: i + offset − j seen from a row i or a row j.
         signed = -offset if keyed else offset
