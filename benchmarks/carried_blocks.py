@@ -148,40 +148,56 @@ class NoGPU:
         return True
 
 
-def _compile(task: tuple[Job, int]) -> tuple[str, float, str]:
-    job, wanted = task
+def _worker() -> None:
+    # Without devices autograd starts no threads for them.
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
     torch.set_num_threads(1)
     triton.runtime.driver.set_active(NoGPU())
+
+
+def _list(job: Job) -> list[tuple]:
+    found: list[tuple] = []
+
+    def act(kernel, grid, *args, **meta):
+        found.append((kernel.fn.__name__, *map(_kind, args), *sorted((n, str(x)) for n, x in meta.items())))
+
+    _launches(job, act)
+    return found
+
+
+def _compile(task: tuple[Job, int]) -> tuple[str, float, str]:
+    job, wanted = task
     count, done = -1, ("", 0.0, "")
 
     def act(kernel, grid, *args, **meta):
         nonlocal count, done
         count += 1
         if count == wanted:
-            start = time.perf_counter()
+            start, why = time.perf_counter(), ""
             try:
                 kernel.warmup(*args, grid=grid, **meta)
-                done = (kernel.fn.__name__, time.perf_counter() - start, "")
             except Exception:
-                done = (kernel.fn.__name__, time.perf_counter() - start, traceback.format_exc()[-600:])
+                why = traceback.format_exc()[-600:]
+            done = (kernel.fn.__name__, time.perf_counter() - start, why)
 
     _launches(job, act)
     return done
 
 
-def compile_all(jobs: list[Job], processes: int | None = None) -> list[tuple[str, float, str]]:
-    """Compile every kernel of the jobs once, in processes of their own; (name, seconds, error) of each."""
-    seen, tasks = set(), []
-    for job in jobs:
-        found: list[tuple] = []
-        _launches(job, lambda kernel, grid, *args, found=found, **meta: found.append(
-            (kernel.fn.__name__, *map(_kind, args), *sorted((n, str(x)) for n, x in meta.items()))
-        ))  # fmt: skip
-        for n, key in enumerate(found):
-            if key not in seen:
-                seen.add(key)
-                tasks.append((key[0].startswith("row"), (job, n)))
-    # Kernels over rows compile in no time: last.
-    tasks = [task for _, task in sorted(tasks, key=lambda x: x[0])]
-    with multiprocessing.get_context("fork").Pool(processes or max(1, (os.cpu_count() or 2) - 1)) as pool:
-        return pool.map(_compile, tasks, chunksize=1)
+class Compiler:
+    """Processes that compile kernels; made before the GPU is used."""
+
+    def __init__(self, processes: int | None = None) -> None:
+        processes = processes or max(1, (os.cpu_count() or 2) - 1)
+        self.pool = multiprocessing.get_context("fork").Pool(processes, _worker)
+        self.seen: set[tuple] = set()
+
+    def __call__(self, jobs: list[Job]) -> list[tuple[str, float, str]]:
+        """Compile every kernel of the jobs that has not been; (name, seconds, error) of each."""
+        tasks = []
+        for job, found in zip(jobs, self.pool.map(_list, jobs, chunksize=1), strict=True):
+            for n, key in enumerate(found):
+                if key not in self.seen:
+                    self.seen.add(key)
+                    tasks.append((job, n))
+        return self.pool.map(_compile, tasks, chunksize=1)

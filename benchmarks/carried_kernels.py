@@ -13,6 +13,7 @@ import argparse
 import gc
 import json
 import time
+import traceback
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -23,11 +24,11 @@ import triton
 from carried_blocks import (
     CARRIED,
     HK,
+    Compiler,
     D,
     H,
     Job,
     carried_block,
-    compile_all,
     config_of,
     plain_block,
     tensors,
@@ -38,6 +39,7 @@ from carried_blocks import (
 from tilewise.carried import TileLayout
 from tilewise.carried.config import Options
 from tilewise.carried.triton import launch as kernels
+from tilewise.carried.triton import settings
 from tilewise.carried.triton.settings import Shape
 from tilewise.triton.launch import launcher
 
@@ -277,39 +279,78 @@ STAGES = {"tests": tests, "overlap": overlap, "sweep": sweep, "blocks": blocks}
 
 
 def jobs_of(args) -> list[Job]:
-    plans = [p for p in ("none", "mixed", "stored", "recompute") if p not in args.without]
-    jobs = [Job(plan) for plan in plans]
+    plans = [p for p in ("none", *CARRIED) if p not in args.without]
+    jobs = [Job(plan) for plan in plans] if {"blocks", "tests"} & set(args.stages) else []
     if "sweep" in args.stages:
-        jobs += [Job(plan, tiles=tiles) for tiles in SWEEP[1:] for plan in ("mixed", "none")]
+        jobs += [Job(plan, tiles=tiles) for tiles in SWEEP for plan in ("mixed", "none")]
     return jobs
+
+
+def best(records: list[dict]) -> dict[str, Shape]:
+    """For each kernel the tiles whose launches took least in sum."""
+    kinds = {"attend": "forward", "keys_gradient": "backward", "queries_from_e": "product", "queries_again": "again"}
+    sums: dict[str, dict[int, float]] = {kind: {} for kind in kinds.values()}
+    for record in records:
+        if record["failed"]:
+            continue
+        for row in record["kernels"]:
+            kind = kinds.get(row["kernel"])
+            if kind:
+                column = sums[kind]
+                column[record["column"]] = column.get(record["column"], 0.0) + row["ms"]
+    return {kind: dict(SWEEP[min(column, key=column.get)])[kind] for kind, column in sums.items() if column}
+
+
+def shape_of(text: str) -> tuple[str, Shape]:
+    """``backward=128,64,8,2`` as an entry of the tile table."""
+    kind, numbers = text.split("=")
+    return kind, Shape(*map(int, numbers.split(",")))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("stages", nargs="+", choices=[*STAGES, "compile"])
+    parser.add_argument("stages", nargs="+", choices=[*STAGES])
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--sleep", type=float, default=20.0, help="ms that the GPU sleeps while the host enqueues")
     parser.add_argument("--until", type=float, default=1e9, help="seconds after which no further measurement begins")
     parser.add_argument("--without", nargs="*", default=[], help="variants to leave out")
+    parser.add_argument("--tiles", nargs="*", default=[], type=shape_of, help="such as backward=128,64,8,2")
     parser.add_argument("--select", default="", help="tests to run, as pytest's -k")
     parser.add_argument("--maxfail", type=int, default=8)
     parser.add_argument("--processes", type=int)
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
-    compiled = compile_all(jobs_of(args), args.processes)
-    say(f"{len(compiled)} kernels, {sum(s for _, s, _ in compiled):.0f} s of compiling")
-    for name, _, why in compiled:
-        if why:
-            say("  not compiled:", name, why)
-    if args.stages == ["compile"]:
-        return
+    settings.WIDE.update(args.tiles)
+    compiler = Compiler(args.processes)
+    prepare(compiler, jobs_of(args))
     for stage in args.stages:
         if time.time() - START > args.until:
             say(f"time is up before {stage}")
             break
-        record = {"environment": environment(), "records": STAGES[stage](args)}
-        (args.out / f"carried_{stage}.json").write_text(json.dumps(record, indent=1))
+        records = []
+        try:
+            records = STAGES[stage](args)
+        except Exception:
+            say(f"{stage} failed:", traceback.format_exc()[-1500:])
+        (args.out / f"carried_{stage}.json").write_text(
+            json.dumps({"environment": environment(), "records": records}, indent=1)
+        )
+        if stage == "sweep" and records:
+            picked = best(records)
+            say("tiles:", " ".join(f"{kind}={','.join(map(str, shape))}" for kind, shape in picked.items()))
+            settings.WIDE.update(picked)
+            if "blocks" in args.stages:
+                plans = [p for p in ("none", *CARRIED) if p not in args.without]
+                prepare(compiler, [Job(plan, tiles=tuple(picked.items())) for plan in plans])
+
+
+def prepare(compiler: Compiler, jobs: list[Job]) -> None:
+    compiled = compiler(jobs)
+    say(f"{len(compiled)} kernels, {sum(s for _, s, _ in compiled):.0f} s of compiling")
+    for name, _, why in compiled:
+        if why:
+            say("  not compiled:", name, why)
 
 
 if __name__ == "__main__":

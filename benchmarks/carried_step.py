@@ -18,14 +18,15 @@ from pathlib import Path
 from statistics import median
 
 import torch
-from carried_blocks import CARRIED, Job, compile_all, config_of, flash_window
-from carried_kernels import SHAPES, environment
+from carried_blocks import CARRIED, Compiler, Job, config_of, flash_window
+from carried_kernels import SHAPES, environment, prepare, shape_of
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from tilewise.carried import TileLayout
 from tilewise.carried import nn as modules
 from tilewise.carried.llama import CarriedLlama, LlamaOptions
+from tilewise.carried.triton import settings
 
 START = time.time()
 MODEL = {"vocabulary": 152064, "width": 2560, "layers": 32, "heads": 20, "kv_heads": 4, "hidden": 6912}
@@ -161,10 +162,12 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--until", type=float, default=1e9, help="seconds after which no further measurement begins")
     parser.add_argument("--without", nargs="*", default=[], help="variants to leave out")
+    parser.add_argument("--tiles", nargs="*", default=[], type=shape_of, help="such as backward=128,64,8,2")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     plans = [p for p in ("none", *CARRIED) if p not in args.without]
-    say(f"{len(compile_all([Job(p) for p in plans]))} kernels compiled")
+    settings.WIDE.update(args.tiles)
+    prepare(Compiler(), [Job(p, tiles=tuple(args.tiles)) for p in plans])
     torch.manual_seed(0)
     model = build()
     result = {"environment": environment(), "model": MODEL, "parameters": sum(p.numel() for p in model.parameters())}
