@@ -28,6 +28,7 @@ from depth_passes import (
     update_only_train,
 )
 from depth_sweeps import sweeps
+from depth_systems import DECODE_PLANS
 from triton.testing import do_bench
 
 from tilewise.depth.triton import config, launch
@@ -151,14 +152,16 @@ def warm_pass(kind):
         x, Q = normal(1032 if kind == "prefill" else 128, 7168), torch.randn(129, 7168, device="cuda") * 0.02
         W = (1 + Q).bfloat16()
         plain(x, W, 1)()
-        for hybrid in (0, 1, 2) if kind == "prefill" else (0, 1, 2, 4, 6, 8):
-            Inference(x, Q, W, 128, 16, hybrid)()
+        for plan in ((0, 0), (1, 0), (2, 0)) if kind == "prefill" else ((0, 0), (6, 0), (8, 0), *DECODE_PLANS):
+            Inference(x, Q, W, 128, 16, *plan)()
     torch.cuda.synchronize()
 
 
-def sweep_all(limit):
+def sweep_all(limit, labels=None):
     rows = []
     for label, sweep in sweeps().items():
+        if labels is not None and label not in labels:
+            continue
         if time.time() - START > limit:
             say("sweep: out of time at", label)
             break

@@ -45,9 +45,9 @@ def plain(x, W, layers):
 
     def run():
         h.copy_(x)
-        u = update(x)
+        u = update(torch.nn.functional.rms_norm(x, (d,), W[0], EPS))
         for l in range(layers):
-            _plain_kernel[(T,)](u, h, W[l], y, EPS, D=d, BD=triton.next_power_of_2(d), num_warps=warps)
+            _plain_kernel[(T,)](u, h, W[l + 1], y, EPS, D=d, BD=triton.next_power_of_2(d), num_warps=warps)
             u = update(y)
         return y
 

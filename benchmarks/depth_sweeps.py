@@ -72,8 +72,17 @@ def sweeps():
         add(f"complete {S}", "complete", (*BIG, S), "score_tiles", names, rows, 3, where)
     rows = ["0 1 32 32 1 4 4", "1 1 32 128 1 4 3", "1 1 32 64 1 4 4", "1 1 32 32 1 4 4", "1 2 32 64 1 4 3"]
     add("scores 8", "scores", (*TRAIN, 8, 8), "score_tiles", names, rows, 8, small)
-    rows = ["0 1 16 128 14 4 3", "1 1 16 128 14 4 3", "1 1 32 128 28 4 3", "1 1 16 256 14 4 2", "1 1 32 64 28 4 3"]
-    add("complete 48, decode", "complete", (*FEW, 48), "score_tiles", names, rows, 3, few)
+    names = "GRAM BS BT BK splits num_warps STAGES"
+    rows = ["0 128 16 128 14 4 3", "0 32 16 128 14 4 3", "0 16 16 128 14 4 3", "0 32 16 128 7 4 4", "0 16 16 128 4 4 4"]
+    rows += ["1 32 16 128 14 4 3", "1 16 16 128 7 4 4", "0 64 16 128 14 4 3"]
+    add("complete 112, decode", "complete", (*FEW, 112), "score_tiles", names, rows, 3, few)
+    names = "BS BT BN BD span num_warps STAGES"
+    rows = ["4 8 8 128 14 4 3", "4 8 8 256 7 4 3", "2 16 8 128 14 4 3", "8 4 8 256 7 4 3", "8 4 8 128 14 4 4"]
+    where = lambda T, d, n, S, _: big(T, d) and S == 1 and n > 4  # noqa: E731
+    add("output read", "combine", (*BIG, 8, 1), "combine_tiles", names, rows, 9, where)
+    rows = ["4 8 8 128 7 4 3", "4 8 8 128 2 4 3", "8 4 8 128 2 4 3", "8 4 8 256 1 4 2"]
+    where = lambda T, d, n, S, _: few(T) and S == 1 and n > 4  # noqa: E731
+    add("output read, decode", "combine", (*FEW, 8, 1), "combine_tiles", names, rows, 9, where)
     rows = ["8 0", "8 1", "16 0", "16 1", "4 0"]
     add("merge, decode", "merge", FEW, "merge_warps", "num_warps one", rows, 5, few)
     for n in (2, 4):
