@@ -148,7 +148,7 @@ def sweep(args) -> list[dict]:
         q, k, v, G = tensors(T, "cuda")
         for plan in ("none", "mixed"):
             layout = TileLayout(config_of(plan), T, T, device="cuda")
-            for n, tiles in enumerate(SWEEP):
+            for n, tiles in enumerate(SWEEP[: args.columns]):
                 job = Job(plan, tiles=tiles)
                 found: list[list] = []
                 failed: dict[str, str] = {}
@@ -195,7 +195,8 @@ def sweep(args) -> list[dict]:
 def blocks(args) -> list[dict]:
     """Forward and backward of four layers: every plan, layers without a carry, and PyTorch's kernels."""
     records, clock = [], Clock()
-    for label, (T, window) in SHAPES.items():
+    for label in args.shapes:
+        T, window = SHAPES[label]
         q, k, v, G = tensors(T, "cuda")
         leaves = [*q, *k, *v]
         layout = TileLayout(config_of("mixed", window), T, T, device="cuda")
@@ -282,7 +283,7 @@ def jobs_of(args) -> list[Job]:
     plans = [p for p in ("none", *CARRIED) if p not in args.without]
     jobs = [Job(plan) for plan in plans] if {"blocks", "tests"} & set(args.stages) else []
     if "sweep" in args.stages:
-        jobs += [Job(plan, tiles=tiles) for tiles in SWEEP for plan in ("mixed", "none")]
+        jobs += [Job(plan, tiles=tiles) for tiles in SWEEP[: args.columns] for plan in ("mixed", "none")]
     return jobs
 
 
@@ -316,6 +317,8 @@ def main() -> None:
     parser.add_argument("--until", type=float, default=1e9, help="seconds after which no further measurement begins")
     parser.add_argument("--without", nargs="*", default=[], help="variants to leave out")
     parser.add_argument("--tiles", nargs="*", default=[], type=shape_of, help="such as backward=128,64,8,2")
+    parser.add_argument("--columns", type=int, default=len(SWEEP), help="of the tables of tiles, for sweep")
+    parser.add_argument("--shapes", nargs="*", default=list(SHAPES), choices=SHAPES, help="of blocks")
     parser.add_argument("--select", default="", help="tests to run, as pytest's -k")
     parser.add_argument("--maxfail", type=int, default=8)
     parser.add_argument("--processes", type=int)
