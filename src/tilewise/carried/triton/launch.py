@@ -64,7 +64,8 @@ class _Layer:
         self.Hk, self.Tk, self.dv = v.shape[1:]
         self.bytes = v.element_size()
         self.tma = self.bytes < 4 and all(x.describable for x in (*self.q, *self.k, self.v))
-        self.bounds = torch.stack([torch.stack(pair) for pair in zip(lo, hi, strict=True)])
+        pairs = [x for pair in zip(lo, hi, strict=True) for x in pair]
+        self.bounds = torch.stack(pairs).view(len(lo), 2, *lo[0].shape)
         self.gains = torch.stack(gain).float().contiguous() if gain else None
         self.shifts = self._shifts(centre) if centre else None
         cap = opt.softcap
@@ -85,7 +86,7 @@ class _Layer:
         out = torch.empty(len(centre), self.B, self.H, self.Tq, dtype=torch.float32, device=self.v.x.device)
         for t, mean in enumerate(centre):
             launch(
-                row_shift, (triton.cdiv(self.Tq, 64), self.B * self.H), self.q[t].x, self.q[t].strides,
+                row_shift, (cdiv(self.Tq, 64), self.B * self.H), self.q[t].x, self.q[t].strides,
                 mean.float().contiguous(), out[t], self.B, self.H, self.H // self.Hk, self.Tq, D=self.d,
                 BD=padded(self.d), BM=64,
             )  # fmt: skip
@@ -122,7 +123,7 @@ def forward(
     lse = torch.empty(x.B, x.H, x.Tq, dtype=torch.float32, device=v.device)
     slots = next((t.shape[2] for t in (z_out, entering) if t is not None), 1)
     launch(
-        attend, (triton.cdiv(x.Tq, shape.queries), x.B * x.H), *x.four(x.q, shape.queries), *x.four(x.k, shape.keys),
+        attend, (cdiv(x.Tq, shape.queries), x.B * x.H), *x.four(x.q, shape.queries), *x.four(x.k, shape.keys),
         x.v(shape.keys, x.common["BV"], x.tma), O, lse, x.packed(entering, shape.queries, shape.keys),
         x.packed(z_out, shape.queries, shape.keys), x.gains, x.shifts, x.bounds, rows, sink, seed, *x.strides,
         O.stride()[:3], *x.sizes, slots, max(opt.back, 0), *x.numbers.values(), **x.common, BM=shape.queries,
@@ -130,6 +131,11 @@ def forward(
         SINK=sink is not None, TMA=x.tma, STAGES=shape.stages, num_warps=shape.warps,
     )  # fmt: skip
     return O, lse
+
+
+def cdiv(a: int, b: int) -> int:
+    """⌈a / b⌉. Triton's own serves kernels too and costs the host ten times as much."""
+    return -(-a // b)
 
 
 def _plain_causal(q: Tensor, k: Tensor, v: Tensor, opt: Options) -> bool:
@@ -153,7 +159,7 @@ def backward(
     width = x.common["BV"]
     delta = torch.empty(x.B, x.H, x.Tq, dtype=torch.float32, device=device)
     launch(
-        row_delta, (triton.cdiv(x.Tq, 64), x.B * x.H), O, O.stride()[:3], do.x, do.strides, delta, x.H, x.Tq, D=x.dv,
+        row_delta, (cdiv(x.Tq, 64), x.B * x.H), O, O.stride()[:3], do.x, do.strides, delta, x.H, x.Tq, D=x.dv,
         BD=width, BM=64,
     )  # fmt: skip
 
@@ -190,7 +196,7 @@ def backward(
         if not stored:
             small = again_tiles(x.common["BD"], x.bytes, opt.tile, len(q), packed)
             launch(
-                queries_again, (triton.cdiv(x.Tq, small.queries), x.B * x.H), *x.four(x.q, small.queries),
+                queries_again, (cdiv(x.Tq, small.queries), x.B * x.H), *x.four(x.q, small.queries),
                 *x.four(x.k, small.keys), x.v(small.keys, width, x.tma), do(small.queries, width, x.tma), lse, delta,
                 x.packed(z, small.queries, small.keys), dq[t - first], x.gains, x.shifts, x.bounds, rows, seed,
                 *x.strides, do.strides, dq.stride()[1:4], *x.sizes, slots, back, *ending, **x.common, **source,
@@ -199,7 +205,7 @@ def backward(
     if stored:
         small = product_tiles(x.common["BD"], x.bytes, opt.tile)
         launch(
-            queries_from_e, (triton.cdiv(x.Tq, small.queries), x.B * x.H), x.packed(e, small.queries, small.keys),
+            queries_from_e, (cdiv(x.Tq, small.queries), x.B * x.H), x.packed(e, small.queries, small.keys),
             x.k[-1](small.keys, x.common["BD"], x.tma), dq[0], rows, x.k[-1].strides, dq.stride()[1:4], x.H, G, x.Tq,
             x.Tk, rows.shape[1], slots, back, opt.scale, D=x.d, BD=x.common["BD"], BM=small.queries, BN=small.keys,
             S=opt.tile, CLOSED=closed, TMA=x.tma, STAGES=small.stages, num_warps=small.warps,
