@@ -5,7 +5,6 @@ from __future__ import annotations
 from functools import lru_cache
 
 import torch
-import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -13,7 +12,7 @@ from ..call import Call
 from .config import Tiles, backward_tiles, fold_tiles, projection_tiles
 from .core_gradients import grad_key, grad_query
 from .fold import collect, reduce
-from .launch import launch
+from .launch import cdiv, launch, next_power_of_2
 from .masks import BLOCK
 from .passes import fold_rows, prepare_rows, project_scores, shifted, store_probabilities, terms_of
 from .plan import Buffer, Layout, Source, fitted, padded
@@ -84,8 +83,8 @@ class _Backward:
         self.qx, self.kx, self.vx = qx, kx, vx
         self.stats = new(4, B * H, -(-L.Tq // 128) * 128)
         self.tma = L.limits.descriptors and all(s.describable for s in (L.q, L.k, L.v, self.g))
-        self.blocks_q = triton.cdiv(L.Tq, self.tiles_q.queries)
-        self.blocks_k = triton.cdiv(L.Tk, self.tiles_k.keys)
+        self.blocks_q = cdiv(L.Tq, self.tiles_q.queries)
+        self.blocks_k = cdiv(L.Tk, self.tiles_k.keys)
         self.sum_buffer = new(2, B, H, {"none": 0, "block": self.blocks_q, "row": L.Tq}[self.sums])
         self.query_parts = new(B, H, self.blocks_q, 2, L.d) if self.parts_q else None
         self.key_parts = new(B, H, self.blocks_k, 2, L.d) if self.parts_k else None
@@ -249,7 +248,7 @@ class _Backward:
         parts, blocks, crossed = self._end_parts(n) if distinct and not scalar else (L.anchor, 1, ())
         gate = x if scalar else None
         # Lanes for a usual row's columns × 8 residues, and for as many as an end row has.
-        usual = 8 * min(8, max(2, triton.next_power_of_2(triton.cdiv(g.last - g.first, grad.shape[1]))))
+        usual = 8 * min(8, max(2, next_power_of_2(cdiv(g.last - g.first, grad.shape[1]))))
         launches = [(grad.shape[1], False, 256 if scalar else usual)]
         if distinct:
             launches.append((len(distinct), True, 1024 if scalar else 128))

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-__all__ = ["launch", "launcher"]
+__all__ = ["cdiv", "launch", "launcher", "next_power_of_2"]
 
 
 def _run(kernel, grid: tuple[int, ...], *args, **meta) -> None:
@@ -17,3 +17,13 @@ def launch(kernel, grid: tuple[int, ...], *args, **meta) -> None:
     """Start `kernel` on `grid`; an empty grid starts nothing."""
     if all(grid):
         launcher[-1](kernel, grid, *args, **meta)
+
+
+def cdiv(a: int, b: int) -> int:
+    """⌈a / b⌉. Triton's own serves kernels too and costs the host ten times as much."""
+    return -(-a // b)
+
+
+def next_power_of_2(n: int) -> int:
+    """The smallest power of two ≥ n ≥ 1."""
+    return 1 << (n - 1).bit_length()

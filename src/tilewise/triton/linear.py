@@ -10,7 +10,6 @@ second G tile of one step is the first of the next: a step costs one product mor
 from __future__ import annotations
 
 import torch
-import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -24,7 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from .launch import launch
+from .launch import cdiv, launch
 from .plan import Layout, Source
 
 __all__ = ["forward", "unsuited"]
@@ -241,7 +240,7 @@ def forward(L: Layout, o: Tensor, lse: Tensor) -> None:
     box = [1, _TILE, L.d]
     positions = TensorDescriptor(table, list(table.shape), list(table.stride()), box, layout(box))
     launch(
-        attend_linear, (triton.cdiv(L.Tq, _TILE) * L.B * L.H,), rows(L.q), rows(L.lefts[0]), rows(L.k), rows(L.v),
+        attend_linear, (cdiv(L.Tq, _TILE) * L.B * L.H,), rows(L.q), rows(L.lefts[0]), rows(L.k), rows(L.v),
         positions, rows(o), lse, L.mask.rule, L.mask.queries, L.c, L.H, L.G, table.shape[0], L.Tq, L.Tk, call.offset,
         reach, L.mask.left, L.mask.right, L.mask.batch, D=L.d, DTYPE=_gluon(L.dtype), WRITE=_padded(16),
         READ=_padded(8), RANGED=L.mask.ranged, MASKED=L.masked(_TILE) or L.mask.elementwise, GATHER=HAS_GATHER,

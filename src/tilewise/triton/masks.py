@@ -8,7 +8,7 @@ import triton.language as tl
 
 from ..dropout import ROUNDS, threshold
 from ..mask import UNBOUNDED, Mask
-from .launch import launch
+from .launch import cdiv, launch
 
 BLOCK = 64
 """Rows of a block: ranges, bands and gradients are all decided on BLOCK × BLOCK blocks, whatever the tile."""
@@ -171,7 +171,7 @@ class Masking:
         self.left, self.right = min(mask.left, UNBOUNDED), min(mask.right, UNBOUNDED)
         self.ranged = window or bounds is not None
         self.elementwise = keys is not None or dense is not None
-        self.query_blocks, self.key_blocks = triton.cdiv(Tq, BLOCK), triton.cdiv(Tk, BLOCK)
+        self.query_blocks, self.key_blocks = cdiv(Tq, BLOCK), cdiv(Tk, BLOCK)
         if not self.ranged:
             self.queries = self.keys = anchor
             self.batch = 0

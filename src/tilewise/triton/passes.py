@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import torch
-import triton
 from torch import Tensor
 
 from ..call import Call
 from .config import Tiles, backward_tiles, fold_tiles, forward_tiles, projection_tiles
 from .core import attend, probabilities
 from .fold import fold
-from .launch import launch
+from .launch import cdiv, launch
 from .masks import BLOCK
 from .plan import MOST, Buffer, Layout, Source, fitted, padded
 from .project import prepare
@@ -50,7 +49,7 @@ def forward(call: Call, o: Tensor, lse: Tensor, skew: str = "auto") -> None:
         made = project_scores(L, L.block_of(tiles), h0, share, shape)
         functions, terms, zs = terms_of(L, made, tiles, tma)
         launch(
-            attend, (triton.cdiv(L.Tq, tiles.queries) * L.B * share,), L.q(tiles.queries, L.BD, tma),
+            attend, (cdiv(L.Tq, tiles.queries) * L.B * share,), L.q(tiles.queries, L.BD, tma),
             L.k(tiles.keys, L.BD, tma), L.v(tiles.keys, L.BV, tma), qx(tiles.queries, L.BD, tma),
             vx(tiles.keys, L.BV, tma), out, lse, terms, *zs, L.mask.rule, L.mask.queries, L.seed, L.q.strides,
             L.k.strides, L.v.strides, qx.strides, vx.strides, out.stride()[:3], L.c, L.inverse, L.drop, L.H, L.G, h0,
@@ -78,7 +77,7 @@ def prepare_rows(L, qx, kx, vx, grads, qtables, ktables, vtables, functions=(), 
     do, o, lse, dlse, stats = grads or (L.q, L.q, L.anchor, None, L.anchor)
     pad = stats.shape[-1] if grads else L.Tq
     keyed = bool(ktables or vtables)
-    blocks = triton.cdiv(max(pad, L.Tk), 64)
+    blocks = cdiv(max(pad, L.Tk), 64)
     launch(
         prepare, (blocks * L.B * L.H, 2 if keyed else 1), L.q.x, L.k.x, L.v.x, do.x, o.x, lse,
         L.anchor if dlse is None else dlse, qx.x, (kx or qx).x, vx.x, stats, pad, terms, qtables, ktables, vtables,
@@ -125,7 +124,7 @@ def store_probabilities(L: Layout, made: dict, lse: Tensor, tiles: Tiles, h0: in
     out = L.buffer(L.geometry(False, (BLOCK, BLOCK)), heads, L.dtype)
     functions, terms, zs = terms_of(L, made, tiles, tma)
     launch(
-        probabilities, (triton.cdiv(L.Tq, tiles.queries) * L.B * heads,), L.q(tiles.queries, L.BD, tma),
+        probabilities, (cdiv(L.Tq, tiles.queries) * L.B * heads,), L.q(tiles.queries, L.BD, tma),
         L.k(tiles.keys, L.BD, tma), lse, terms, *zs, L.storing(out), out.descriptor(tiles.queries, tiles.keys, tma),
         L.mask.rule, L.mask.queries, L.seed, L.q.strides, L.k.strides, L.c, L.inverse, L.drop, L.H, L.G, h0, heads, L.B,
         L.Tq, L.Tk, L.call.offset, L.lo, L.hi, L.mask.left, L.mask.right, L.mask.batch, D=L.d, BD=L.BD,
@@ -145,7 +144,7 @@ def fold_rows(L, n, buffer, acc, sums, out, scale, h0, heads, group, shape) -> N
     width = at.table.shape[2]
     left, right = L.ends[n]
     launch(
-        fold, (8 * triton.cdiv(g.rows, 8 * TM) * L.B * (heads // group),), buffer.memory, at.table,
+        fold, (8 * cdiv(g.rows, 8 * TM) * L.B * (heads // group),), buffer.memory, at.table,
         out if acc is None else acc, L.anchor if sums is None else sums, out, L.ranges(g.keyed), *at.args,
         L.head_stride(n), table.stride(1), table, (0, 0, 0) if acc is None else acc.stride()[:3], out.stride()[:3],
         left, right, scale, g.head, g.stride, L.H, group, h0, heads, L.B, g.rows, g.others, offset, ahead, behind,

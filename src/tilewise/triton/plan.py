@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
@@ -14,7 +13,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from ..call import Call
 from ..terms import Port
 from .config import Limits, Tiles
-from .launch import launch
+from .launch import cdiv, launch, next_power_of_2
 from .masks import BLOCK, Masking, dropping
 from .project import expand, project, toeplitz
 from .terms import (
@@ -58,12 +57,12 @@ def limits_of(device: torch.device) -> Limits:
 
 def padded(d: int) -> int:
     """The width of a block that holds d columns: a power of two, at least 16."""
-    return max(16, triton.next_power_of_2(d))
+    return max(16, next_power_of_2(d))
 
 
 def fitted(shape: tuple[int, ...], rows: int) -> tuple[int, ...]:
     """The shape with no more rows a residue (mod 8) than there are."""
-    return (min(shape[0], max(16, triton.next_power_of_2(triton.cdiv(rows, 8)))), *shape[1:])
+    return (min(shape[0], max(16, next_power_of_2(cdiv(rows, 8)))), *shape[1:])
 
 
 class Source:
@@ -216,7 +215,7 @@ class Layout:
 
     def heads_at_once(self, per_head: int) -> int:
         """How many query heads (a multiple of G) one launch takes, `per_head` bytes of buffers each, all batches."""
-        enough = -(-PROGRAMS // max(1, self.B * triton.cdiv(self.Tq, BLOCK)))
+        enough = -(-PROGRAMS // max(1, self.B * cdiv(self.Tq, BLOCK)))
         fitting = BUDGET // max(1, per_head)
         groups = min(self.Hk, max(1, -(-enough // self.G), fitting // self.G))
         # Even shares: 12 heads that fit 8 at a time go 6 and 6.
@@ -260,7 +259,7 @@ class Layout:
         width = table.shape[2]
         out = torch.empty(table.shape[0], columns, width, dtype=table.dtype, device=self.device)
         launch(
-            expand, (triton.cdiv(columns, 64), table.shape[0]), table, phi, out, heads, table.stride(1), columns,
+            expand, (cdiv(columns, 64), table.shape[0]), table, phi, out, heads, table.stride(1), columns,
             D=width, BD=padded(width), N=64, num_warps=4,
         )  # fmt: skip
         return Lookup(out, 0 if out.shape[0] == 1 else out.stride(0), out.stride(1), 8, 1, columns)
@@ -272,7 +271,7 @@ class Layout:
         offset, ahead, behind = self.band_args(g)
         width = at.table.shape[2]
         launch(
-            project, (8 * triton.cdiv(g.rows, 8 * TM) * buffer.n,), x.x, at.table, buffer.memory, self.ranges(g.keyed),
+            project, (8 * cdiv(g.rows, 8 * TM) * buffer.n,), x.x, at.table, buffer.memory, self.ranges(g.keyed),
             x.strides, *at.args, scale, g.head, g.stride, self.H, group, h0, heads, g.rows, g.others, offset, ahead,
             behind, g.shift, g.first, g.span, self.mask.batch, D=width, BD=padded(width), WM=tile[0], WN=tile[1],
             TM=TM, CB=CB, SIZE=BLOCK, RANGED=self.mask.ranged, STAGES=stages, num_warps=warps,
