@@ -164,6 +164,14 @@ def test_masks_join():
     assert torch.equal(packed.allowed(5, 5)[0, 0], (document[:, None] == document) & (document < 2))
 
 
+def test_a_mask_without_tensors_follows_the_device_asked_for():
+    assert tw.Mask.causal().allowed(3, 3, device=torch.device("meta")).is_meta
+    assert tw.Mask.lengths([2]).allowed(3, 3, device=torch.device("meta")).is_meta
+    with torch.device("meta"):
+        q = torch.randn(1, 2, 5, 8)
+        assert tw.attention(q, q, q, mask=tw.Mask.causal(), impl="reference").is_meta
+
+
 def test_importing_tilewise_needs_torch_alone():
     code = (
         "import sys\n"

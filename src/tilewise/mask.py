@@ -150,9 +150,16 @@ class Mask:
             if far > Tk or int(self.bounds.min()) < 0:
                 raise ValueError(f"mask.bounds reach from {int(self.bounds.min())} to {far}; expected 0 to Tk = {Tk}")
 
-    def allowed(self, Tq: int, Tk: int, offset: int = 0, rows: slice | None = None) -> Tensor:
-        """The mask as a boolean matrix [1 or B, 1 or H, rows, Tk], for the oracle and for blocks of rows."""
-        device = next((t.device for t in (self.bounds, self.keys, self.dense) if t is not None), torch.device("cpu"))
+    def allowed(
+        self, Tq: int, Tk: int, offset: int = 0, rows: slice | None = None, device: torch.device | None = None
+    ) -> Tensor:
+        """The mask as a boolean matrix [1 or B, 1 or H, rows, Tk] on `device` (default: where its tensors are)."""
+        if device is not None:
+            return self.to(device)._allowed(Tq, Tk, offset, rows, device)
+        held = next((t.device for t in (self.bounds, self.keys, self.dense) if t is not None), torch.device("cpu"))
+        return self._allowed(Tq, Tk, offset, rows, held)
+
+    def _allowed(self, Tq: int, Tk: int, offset: int, rows: slice | None, device: torch.device) -> Tensor:
         i = torch.arange(Tq, device=device)[rows or slice(None)]
         j = torch.arange(Tk, device=device)
         delta = i[:, None] + offset - j

@@ -41,7 +41,7 @@ def attention_reference(
             b = port.table.to(q.dtype)[:, row.clamp(min=0)] * (row >= 0)
             S = S + (b if port.left is None else b * port.left.to(q.dtype)[..., None])
 
-    S = S.masked_fill(~mask.allowed(Tq, Tk, offset).to(q.device), float("-inf"))
+    S = S.masked_fill(~mask.allowed(Tq, Tk, offset, device=q.device), float("-inf"))
     lse = torch.logsumexp(S.to(torch.promote_types(S.dtype, torch.float32)), -1)
     # A row of −∞ alone would give NaN, in the gradient too.
     empty = (lse == float("-inf"))[..., None]

@@ -88,7 +88,7 @@ def _seen(
     device: torch.device,
 ) -> Tensor:
     if not isinstance(offset, Tensor):
-        return config.mask(layer, mask).to(device).allowed(Tq, Tk, Tk - Tq if offset is None else offset)
+        return config.mask(layer, mask).allowed(Tq, Tk, Tk - Tq if offset is None else offset, device=device)
     if mask is not None and mask.bounds is not None:
         raise ValueError("mask has bounds and offset is a tensor; expected one of them: offset alone hides later keys")
     shape = config.mask(layer, mask)

@@ -37,7 +37,7 @@ def carried_layer_reference(
     B, H, Tq, d = q.shape
     Tk, G = k.shape[2], H // k.shape[1]
     scale = d**-0.5 if config.scale is None else config.scale
-    seen = config.mask(layer, mask).to(q.device).allowed(Tq, Tk, Tk - Tq if offset is None else offset)
+    seen = config.mask(layer, mask).allowed(Tq, Tk, Tk - Tq if offset is None else offset, device=q.device)
 
     Z = scale * (q @ k.repeat_interleave(G, 1).mT)
     if carry is not None:
