@@ -67,11 +67,12 @@ def disentangled_flash(case: Case, sizes: Sizes, x: dict[str, Tensor]) -> Callab
         return pad_position_table(x[name] if whole else x[name][:, plan.active_slots])
 
     def run() -> Tensor:
-        return training_attention(
+        merged = training_attention(
             x["q"], x["k"], x["v"], table("pos_key"), table("pos_query"), plan.delta_to_local, mask,
             score_scale=case.scale(sizes.d), has_padding=False, strict_fp32=True, gradient_band=plan.gradient_band,
             **configs,
         )  # fmt: skip
+        return merged.unflatten(-1, (sizes.H, sizes.d_v)).transpose(1, 2)
 
     return run
 
