@@ -1,0 +1,107 @@
+"""Tile shapes worth trying for the Triton attention kernels, and the time of each kernel with them."""
+
+from __future__ import annotations
+
+import torch
+from relative_cases import MECHANISMS, passes_of, timed_call
+
+VARIANTS = {
+    "forward": {
+        "none": [(128, 64, 8, 3, 2), (64, 128, 4, 3, 2), (64, 64, 4, 3, 2)],
+        "t5": [(64, 128, 4, 3, 2), (64, 64, 4, 3, 2), (64, 128, 4, 3, 3)],
+        "shaw": [(64, 128, 4, 3, 2), (64, 64, 4, 3, 2), (128, 64, 8, 3, 2)],
+        "deberta": [(128, 64, 4, 3, 2), (128, 64, 8, 3, 2), (64, 64, 4, 3, 2)],
+        "txl": [(64, 64, 4, 3, 3), (64, 64, 4, 3, 2), (128, 64, 8, 3, 3)],
+    },
+    "keys": {c: [(64, 64, 4, 3, 2), (64, 64, 4, 4, 2), (64, 64, 4, 3, 3), (64, 64, 4, 2, 2)] for c in MECHANISMS},
+    "queries": {c: [(64, 64, 4, 3, 2), (64, 64, 4, 4, 2), (64, 64, 4, 3, 3), (64, 64, 4, 2, 2)] for c in MECHANISMS},
+    "projection": {c: [(64, 128, 4, 3), (64, 128, 4, 2), (64, 64, 4, 3), (64, 128, 8, 3), (64, 256, 8, 3)]
+                   for c in ("shaw", "deberta", "txl")},
+    "fold": {c: [(64, 64, 4, 3), (64, 64, 4, 4), (64, 128, 4, 2), (32, 64, 4, 4)]
+             for c in ("t5", "shaw", "deberta", "txl")},
+}  # fmt: skip
+
+
+def variants(only):
+    """(what, case, shape) of every tile shape worth trying."""
+    return [
+        (what, case, shape)
+        for what, cases in VARIANTS.items()
+        for case in cases
+        if case in only
+        for shape in cases[case]
+    ]
+
+
+class replaced:
+    """Inside, the kernels of `what` use this tile shape."""
+
+    def __init__(self, what: str, shape: tuple[int, ...]):
+        from tilewise.triton import gradients, passes
+        from tilewise.triton.config import Tiles
+
+        self.saved = []
+        original = gradients.backward_tiles
+        if what == "forward":
+            new = [(passes, "forward_tiles", lambda *a: Tiles(*shape))]
+        elif what in ("keys", "queries"):
+            keyed = what == "keys"
+            new = [(gradients, "backward_tiles", lambda *a: Tiles(*shape) if a[3] == keyed else original(*a))]
+        else:
+            new = [(module, f"{what}_tiles", lambda *a: shape) for module in (passes, gradients)]
+        for module, name, function in new:
+            self.saved.append((module, name, getattr(module, name)))
+            setattr(module, name, function)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        for module, name, function in self.saved:
+            setattr(module, name, function)
+
+
+def run_variant(what: str, case: str, N: int, device):
+    """The pass in which a variant shows, as a closure."""
+    forward, backward = passes_of(*timed_call(case, N, device))
+    return forward if what in ("forward", "projection") else backward
+
+
+KERNELS = {"forward": ["attend"], "keys": ["grad_key"], "queries": ["grad_query"], "projection": ["project"],
+           "fold": ["fold", "collect"]}  # fmt: skip
+
+
+def kernel_times(run, repeats: int = 3):
+    """{kernel: µs} of one run, by the profiler."""
+    from torch.profiler import ProfilerActivity
+    from torch.profiler import profile as profiler
+
+    run()
+    torch.cuda.synchronize()
+    with profiler(activities=[ProfilerActivity.CUDA]) as p:
+        for _ in range(repeats):
+            run()
+        torch.cuda.synchronize()
+    return {e.key: e.self_device_time_total / repeats for e in p.key_averages() if e.self_device_time_total > 0}
+
+
+def tune(lengths, only):
+    rows = []
+    for N in lengths:
+        for what, case, shape in variants(only):
+            try:
+                with replaced(what, shape):
+                    times = kernel_times(run_variant(what, case, N, "cuda"))
+            except Exception as error:
+                print(f"tune {what} {case} {shape} N={N}: {type(error).__name__} {str(error)[-150:]}", flush=True)
+                continue
+            us = {k: times[k] for k in KERNELS[what] if k in times}
+            rows.append(dict(n=N, what=what, case=case, shape=shape, us=us))
+        for what, cases in VARIANTS.items():
+            for case in cases:
+                mine = [r for r in rows if (r["n"], r["what"], r["case"]) == (N, what, case)]
+                if mine:
+                    shown = (f"{r['shape']}: {'+'.join(f'{t:.0f}' for t in r['us'].values())}" for r in mine)
+                    text = "; ".join(shown)
+                    print(f"tune {what} {case} N={N}: {text}", flush=True)
+    return rows
