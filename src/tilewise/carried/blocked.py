@@ -62,6 +62,8 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """dQ, dK, dV, dβ and dsink; dQ, dK and dβ of every summed layer if `push`, else of the last, stacked in front.
 
+    Pushed dQ and dK are fp32 (fp64 for fp64): other layers' are added to them.
+
     `z` holds this layer's own scores if `z_is_own`, else the carry that enters the first summed layer. `e` is the
     gradient of the carry: read (E_{i+1}, what the next layer asks of this layer's scores) and overwritten by what this
     layer asks of the carry it took. Nothing is added in an order that depends on timing: two runs are bitwise equal.
@@ -111,7 +113,8 @@ def backward(
     if sink is not None:
         share = (sink.to(real)[:, None] - lse).exp().masked_fill(torch.isinf(lse), 0.0)
         dsink = -(share * delta).sum((0, 2))
-    return dq.to(v.dtype), dk.to(v.dtype), dv.to(v.dtype), dgain, dsink
+    kept = real if push else v.dtype
+    return dq.to(kept), dk.to(kept), dv.to(v.dtype), dgain, dsink
 
 
 class _Row:

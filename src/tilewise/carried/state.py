@@ -8,7 +8,7 @@ from torch import Tensor
 from ..mask import Mask
 from .config import CarriedConfig, Options
 from .layout import TileLayout
-from .ops import LayerCall, attend
+from .ops import LayerCall, attend, gradient_edge
 from .policy import Decision, carry_dtypes, choose_plan
 from .reference import carried_layer_reference
 
@@ -52,6 +52,7 @@ class Carry:
         self._keys: list[Tensor] = []
         self._gains: list[Tensor] = []
         self._centres: list[Tensor] = []
+        self._edges: tuple[list[Tensor], list[Tensor]] = ([], [])
         self._z: Tensor | None = None
         self._version = 0
         self._token: Tensor | None = None
@@ -134,19 +135,24 @@ def carried_attention(
     first = len(queries) - n
     # Scores that are neither read nor stored need no centring.
     used = centres[-n:] if z_in is not None or z_out is not None else []
+    query_edges, key_edges = carry._edges
+    if call.push:
+        query_edges, key_edges = [*query_edges, gradient_edge(q)], [*key_edges, gradient_edge(k)]
     own = layout.layers[carry.index]
     span = [own] if layout.uniform else layout.layers[carry.index - n + 1 : carry.index + 1]
     O, token = attend(
         call, queries[first:], keys[first:], v, gains[-n:], used, [x.lo for x in span],
         [x.hi for x in span], own.rows, own.columns, z_in, z_out, carry._token, sink, seed,
-        (B, H, layout.slots, layout.tile, layout.tile),
+        (B, H, layout.slots, layout.tile, layout.tile), [*query_edges, *key_edges],
     )  # fmt: skip
     if not last:
-        plan, loose = carry.decision.plan, config.detach or carry.decision.plan == "mixed"
+        plan = carry.decision.plan
         if plan != "stored":
-            following._queries = [x.detach() for x in queries] if loose else queries
-            following._keys = [x.detach() for x in keys] if loose else keys
+            # Gradients come back through edges (recompute) or through the chain of E (mixed).
+            following._queries, following._keys = [x.detach() for x in queries], [x.detach() for x in keys]
+            following._edges = (query_edges, key_edges)
             following._centres = centres
+            loose = config.detach or plan == "mixed"
             following._gains = [x.detach() for x in gains] if loose else gains
         following._z, following._token = z_out, token
         following._version = _version(z_out)
@@ -198,7 +204,7 @@ def _step(
         softcap=config.softcap or 0.0, dropout_p=config.dropout_p, tile=config.tile, uniform=layout.uniform,
         back=layout.back, rounded=rounded, carry_dtype=carry_dtype, plain=layout.plain,
     )  # fmt: skip
-    push = plan == "recompute" and not config.detach
+    push = plan == "recompute" and not config.detach and config.layers > 1
     links = plan != "recompute" and not last and not config.detach
     return (
         z_in,

@@ -165,8 +165,9 @@ def backward(
 
     # Query heads of a key head are summed afterwards, in fp32: one program a query head fills the GPU at batch 1.
     part = torch.float32 if G > 1 else v.dtype
-    dq = q[-1].new_empty(len(q) - first, x.B, x.H, x.Tq, x.d)
-    dk = torch.empty(len(q) - first, x.B, x.H, x.Tk, x.d, dtype=part, device=device)
+    whole = torch.float32 if push else v.dtype
+    dq = torch.empty(len(q) - first, x.B, x.H, x.Tq, x.d, dtype=whole, device=device)
+    dk = torch.empty(len(q) - first, x.B, x.H, x.Tk, x.d, dtype=torch.float32 if push else part, device=device)
     dv = torch.empty(x.B, x.H, x.Tk, x.dv, dtype=part, device=device)
     dgain = torch.zeros(len(gain[first:]), x.H, dtype=torch.float32, device=device)
     stored = e is not None
@@ -216,7 +217,7 @@ def backward(
     if sink is not None:
         share = (sink.float()[:, None] * LOG2E - lse).exp2().masked_fill(torch.isinf(lse), 0.0)
         dsink = -(share * delta).sum((0, 2))
-    return dq, _joined(dk, x.Hk, v.dtype), _joined(dv[None], x.Hk, v.dtype)[0], dgain, dsink
+    return dq, _joined(dk, x.Hk, whole), _joined(dv[None], x.Hk, v.dtype)[0], dgain, dsink
 
 
 def _alike(tensors: list[Tensor]) -> list[Source]:
