@@ -44,7 +44,9 @@ class NoGPU:
 
 
 def resources(kernel, grid, *args, **meta):
-    """Compile instead of run."""
+    """Compile instead of run. Of the kernels of several summed layers the last, which holds dV too, is the largest."""
+    if "TARGET" in meta and meta["TARGET"] < meta["COUNT"] - 1:
+        return
     compiled = kernel.warmup(*args, grid=grid, **meta)
     with tempfile.TemporaryDirectory() as folder:
         ptx = Path(folder) / "kernel.ptx"
@@ -61,7 +63,6 @@ def resources(kernel, grid, *args, **meta):
     shape = " ".join(f"{name} {meta[key]}" for name, key in SHAPE.items() if key in meta)
     used = f"registers {registers} spills {spills} shared {compiled.metadata.shared} wgmma {mma}"
     print(f"  {kernel.fn.__name__}: {shape} {used} dots {len(dots)} left {register}", flush=True)
-    return spills
 
 
 def tensors(count, T, H, Hk, d, dtype=torch.bfloat16):

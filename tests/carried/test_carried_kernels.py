@@ -29,18 +29,32 @@ def test_kernels_under_the_interpreter():
     assert len(lines) == 18
 
 
+def test_precision_study_of_the_kernels():
+    """Shifted rows with scores of spread 2, all plans in bf16: errors as multiples of plain attention's."""
+    lines = script("interpreted_study.py", "4", TRITON_INTERPRET="1").splitlines()
+    assert [x.split()[0] for x in lines] == ["recompute", "stored", "mixed"]
+
+
+# Of the products of an iteration, those with P or E on the left; these are new every time. Q and K are not, and ptxas
+# before 13.3 overwrites such an operand if it lies in registers.
+COMPILED = {
+    "third layer, mixed": ({"attend": (1, 2), "keys_gradient": (2, 3), "queries_from_e": (0, 1)}, 0),
+    "recompute of four": ({"attend": (1, 5), "keys_gradient": (2, 7), "queries_again": (1, 6)}, 2048),
+}
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the driver's own target is used where there is a GPU")
-def test_kernels_compile_for_hopper_within_its_shared_memory():
-    lines = [x for x in script("compiled_kernels.py", "third layer, mixed").splitlines() if "registers" in x]
+@pytest.mark.parametrize("name", COMPILED)
+def test_kernels_compile_for_hopper_within_its_shared_memory(name):
+    products_of, spills = COMPILED[name]
+    lines = [x for x in script("compiled_kernels.py", name).splitlines() if "registers" in x]
     number = re.compile(r"(spills|shared|wgmma|dots|left) (\d+)")
     kernels = {x.split(":")[0].strip(): {key: int(n) for key, n in number.findall(x)} for x in lines}
-    assert set(kernels) == {"row_shift", "attend", "row_delta", "keys_gradient", "queries_from_e"}
-    # Of the products of an iteration, those with P or E on the left; these are new every time. Q and K are not, and
-    # ptxas before 13.3 overwrites such an operand if it lies in registers.
-    for name, (fresh, products) in {"attend": (1, 2), "keys_gradient": (2, 3), "queries_from_e": (0, 1)}.items():
-        found = kernels[name]
+    assert set(kernels) - {"row_shift", "row_delta"} == set(products_of)
+    for kernel, (fresh, products) in products_of.items():
+        found = kernels[kernel]
         assert found["shared"] <= settings.SHARED
-        assert found["spills"] == 0
+        assert found["spills"] <= spills
         assert found["wgmma"] > 0
         assert found["left"] * products <= found["dots"] * fresh
 
