@@ -65,7 +65,7 @@ def sweeps():
     rows = ["128 7 4 3", "128 4 4 3", "128 14 4 3", "256 4 4 3", "64 7 4 4", "128 3 4 3"]
     add("combine 8, decode", "combine", (*FEW, 8, 16), "combine_tiles", names, rows, 24, few)
     names = "GRAM SUB BT BK splits num_warps STAGES"
-    rows = ["0 2 32 32 2 4 4", "1 1 32 64 2 4 3", "1 2 32 64 2 4 3", "1 2 32 64 4 4 3", "1 2 32 32 2 4 4"]
+    rows = ["0 2 32 32 2 4 4", "1 1 32 64 2 4 3", "1 2 32 32 2 4 4"]
     rows += ["1 1 32 64 4 4 3", "1 2 32 64 3 8 3", "1 1 32 128 4 4 2"]
     for S in (96, 32):
         where = lambda T, d, m, _, S=S: big(T, d) and m > 16 and (m > 64) == (S > 64)  # noqa: E731

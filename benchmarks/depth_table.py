@@ -176,7 +176,7 @@ def child(system: str, out: Path) -> None:
         try:
             rows += measure(system, name, truth)
         except Exception:
-            rows.append({"system": system, "work": name, "variant": "", "error": traceback.format_exc()[-300:]})
+            rows.append({"system": system, "work": name, "variant": "", "error": traceback.format_exc().strip().splitlines()[-1][:300]})
         (out / f"{system.replace(' ', '-')}.json").write_text(json.dumps(rows))
         for row in rows:
             if row["work"] == name:

@@ -7,6 +7,7 @@ python benchmarks/depth_train.py --data out/text --out out/depth_train.json --se
 from __future__ import annotations
 
 import argparse
+import json
 import math
 from collections.abc import Callable
 from dataclasses import asdict, replace
@@ -51,6 +52,25 @@ def variants(
     }
 
 
+def joined(paths: list[Path]) -> dict:
+    """One record of several, made side by side from one recipe, model and data.
+
+    Raises:
+        ValueError: a record of another recipe, model or data, or a variant in two of them.
+    """
+    records = [json.loads(path.read_text()) for path in paths]
+    runs = {}
+    for path, record in zip(paths, records, strict=True):
+        for name, found in record["runs"].items():
+            if name in runs:
+                raise ValueError(f"{path}: found variant {name} again, expected each in one file")
+            runs[name] = found
+        if {**record, "runs": None} != {**records[0], "runs": None}:
+            raise ValueError(f"{path}: found another recipe, model or data than in {paths[0]}")
+    order = [name for name in KINDS if name in runs]
+    return {**records[0], "runs": {name: runs[name] for name in order}}
+
+
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -62,6 +82,7 @@ def main() -> None:
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
     parser.add_argument("--seconds", type=float, default=math.inf, help="start no run that would end later")
     parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--join", type=Path, nargs="+", help="train nothing: join these records in --out and show them")
     sizes = {"d": 384, "layers": 16, "heads": 6, "kv-heads": 3, "hidden": 1024}
     for name, value in sizes.items():
         parser.add_argument(f"--{name}", type=int, default=value)
@@ -69,6 +90,11 @@ def main() -> None:
     for name, value in asdict(recipe).items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=type(value), default=value)
     options = parser.parse_args()
+    if options.join:
+        record = joined(options.join)
+        options.out.write_text(json.dumps(record) + "\n")
+        print(summary(record))
+        return
 
     if options.device == "cuda":
         torch.backends.cuda.matmul.allow_tf32 = True

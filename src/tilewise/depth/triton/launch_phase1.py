@@ -11,7 +11,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from tilewise.depth.triton import config
 from tilewise.depth.triton.phase1 import combine_kernel, finish_kernel, scores_kernel
 from tilewise.depth.triton.phase1_bwd import inner_kernel, source_grad_kernel, weights_kernel
-from tilewise.depth.triton.sources import bank, rows
+from tilewise.depth.triton.sources import bank
 
 __all__ = ["combine", "complete", "phase1_bwd", "scores", "split_queries"]
 
@@ -168,7 +168,7 @@ def combine(sources, s, out=None, lse=None):
 
 def phase1_bwd(do1, dlse, sources, q, s, lse, r, into=None, fresh=False):
     """See :func:`tilewise.depth.eager.phase1_bwd`; `fresh` accumulators are written, not added to."""
-    do1 = [rows(x).contiguous() for x in do1]
+    do1 = [x.contiguous() for x in do1]
     b, do = bank(sources), bank(do1)
     like, (T, d), (S, n) = b.base, b.base.shape, s.shape[:2]
     s, lse, r = s.contiguous(), lse.contiguous(), r.contiguous()

@@ -31,6 +31,8 @@ class Bank(NamedTuple):
 
 def rows(x: Tensor) -> Tensor:
     """`x` `[T, d]` with contiguous, 16-byte aligned rows; copied only if it is not so already."""
+    if x.is_contiguous() and x.data_ptr() % 16 == 0:
+        return x
     d = x.shape[1]
     fits = d == 1 or x.stride(1) == 1
     fits = fits and (x.shape[0] == 1 or x.stride(0) % 8 == 0) and x.data_ptr() % 16 == 0
@@ -44,6 +46,8 @@ def row_stride(x: Tensor) -> int:
 def named(sources: Sequence[Tensor]) -> tuple[list[Tensor], int]:
     """(sources with one row stride, that stride / 8)."""
     sources = [rows(v) for v in sources]
+    if all(v.is_contiguous() for v in sources):
+        return sources, sources[0].shape[1] // 8
     stride = row_stride(sources[0])
     if any(row_stride(v) != stride for v in sources):
         sources = [v.contiguous() for v in sources]
