@@ -176,7 +176,8 @@ def child(system: str, out: Path) -> None:
         try:
             rows += measure(system, name, truth)
         except Exception:
-            rows.append({"system": system, "work": name, "variant": "", "error": traceback.format_exc().strip().splitlines()[-1][:300]})
+            why = traceback.format_exc().strip().splitlines()[-1][:300]
+            rows.append({"system": system, "work": name, "variant": "", "error": why})
         (out / f"{system.replace(' ', '-')}.json").write_text(json.dumps(rows))
         for row in rows:
             if row["work"] == name:
