@@ -47,12 +47,13 @@ ROOT = Path(__file__).resolve().parent.parent
 START = time.time()
 SHAPES = {"4096": (4096, None), "8192": (8192, None), "8192, window 1024": (8192, 1024)}
 FORWARD = (Shape(128, 64, 8, 3), Shape(128, 128, 8, 2), Shape(64, 64, 4, 2), Shape(64, 128, 4, 2))
-BACKWARD = (Shape(64, 64, 8, 2), Shape(128, 64, 8, 2), Shape(128, 64, 8, 1), Shape(64, 64, 4, 2))
+BACKWARD = (Shape(128, 64, 8, 2), Shape(64, 64, 8, 2), Shape(128, 64, 8, 1), Shape(64, 64, 4, 2))
+SUMMED = (Shape(64, 64, 8, 2), Shape(128, 64, 8, 1), Shape(64, 64, 8, 1), Shape(64, 64, 4, 2))
 PRODUCT = (Shape(128, 64, 8, 3), Shape(128, 128, 8, 3), Shape(64, 128, 4, 3), Shape(128, 64, 4, 3))
 AGAIN = (Shape(64, 64, 4, 2), Shape(128, 64, 8, 2), Shape(64, 128, 4, 1), Shape(128, 128, 8, 1))
 SWEEP = [
-    tuple(zip(("forward", "backward", "product", "again"), shapes, strict=True))
-    for shapes in zip(FORWARD, BACKWARD, PRODUCT, AGAIN, strict=True)
+    tuple(zip(("forward", "backward", "backward, summed", "product", "again"), shapes, strict=True))
+    for shapes in zip(FORWARD, BACKWARD, SUMMED, PRODUCT, AGAIN, strict=True)
 ]
 
 
@@ -162,7 +163,7 @@ def sweep(args) -> list[dict]:
                         failed[f"{kernel.fn.__name__} {len(found)}"] = str(error)[:200]
                     marks[1].record()
                     shape = [meta.get(x) for x in ("BM", "BN", "num_warps", "STAGES")]
-                    found.append([kernel.fn.__name__, shape, marks])
+                    found.append([kernel.fn.__name__, meta.get("COUNT"), shape, marks])
 
                 launcher.append(timed)
                 try:
@@ -172,13 +173,13 @@ def sweep(args) -> list[dict]:
                         for _ in range(args.rounds + 1):
                             found.clear()
                             clock(step, sleep_ms=args.sleep)
-                            passes.append([a.elapsed_time(b) for _, _, (a, b) in found])
+                            passes.append([a.elapsed_time(b) for *_, (a, b) in found])
                 finally:
                     launcher.pop()
                 times = [list(x) for x in zip(*passes[1:], strict=True)]
                 rows = [
-                    {"launch": i, "kernel": name, "shape": shape, "ms": median(t), "samples": t}
-                    for i, ((name, shape, _), t) in enumerate(zip(found, times, strict=True))
+                    {"launch": i, "kernel": name, "layers": layers, "shape": shape, "ms": median(t), "samples": t}
+                    for i, ((name, layers, shape, _), t) in enumerate(zip(found, times, strict=True))
                 ]
                 records.append({"tokens": T, "plan": plan, "column": n, "failed": failed, "kernels": rows})
                 say(f"sweep {T} {plan} {n}:", failed or "", " ".join(
@@ -290,12 +291,14 @@ def jobs_of(args) -> list[Job]:
 def best(records: list[dict]) -> dict[str, Shape]:
     """For each kernel the tiles whose launches took least in sum."""
     kinds = {"attend": "forward", "keys_gradient": "backward", "queries_from_e": "product", "queries_again": "again"}
-    sums: dict[str, dict[int, float]] = {kind: {} for kind in kinds.values()}
+    sums: dict[str, dict[int, float]] = {kind: {} for kind in settings.WIDE}
     for record in records:
         if record["failed"]:
             continue
         for row in record["kernels"]:
             kind = kinds.get(row["kernel"])
+            if kind == "backward" and row["layers"] > 1:
+                kind = "backward, summed"
             if kind:
                 column = sums[kind]
                 column[record["column"]] = column.get(record["column"], 0.0) + row["ms"]
@@ -341,7 +344,7 @@ def main() -> None:
         )
         if stage == "sweep" and records:
             picked = best(records)
-            say("tiles:", " ".join(f"{kind}={','.join(map(str, shape))}" for kind, shape in picked.items()))
+            say("tiles:", " ".join(f"'{kind}={','.join(map(str, shape))}'" for kind, shape in picked.items()))
             settings.WIDE.update(picked)
             if "blocks" in args.stages:
                 plans = [p for p in ("none", *CARRIED) if p not in args.without]
