@@ -3,11 +3,13 @@
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null && echo $$p && break; done)
 BIN := .venv/bin
+# FILE as one word of the shell, whatever characters it has.
+TEXT = '$(subst ','\'',$(value FILE))'
 
 .PHONY: demo test lint setup clean
 
 demo: setup
-	$(BIN)/tilewise demo $(FILE) --plot out/demo.png --json out/demo.json
+	$(BIN)/tilewise demo --plot out/demo.png --json out/demo.json $(if $(value FILE),-- $(TEXT))
 
 # Two processes with one thread each: the tests are many and small.
 test: setup

@@ -3,6 +3,10 @@
 import importlib.util
 import json
 import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -107,3 +111,22 @@ def test_a_missing_extra_is_named_with_the_way_to_install_it(monkeypatch, absent
     with pytest.raises(SystemExit) as stopped:
         cli.main()
     assert f"needs {absent}, not installed here. Install with: pip install '{install}'" in str(stopped.value)
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
+@pytest.mark.parametrize("name", ["text.txt", "my text.txt", "Newton's $HOME \"x\" & y;z.txt", "-x.txt", ""])
+def test_make_demo_hands_on_the_name_of_the_text_as_it_is(tmp_path, name):
+    shutil.copy(Path(__file__).parents[1] / "Makefile", tmp_path)
+    (tmp_path / "tools").mkdir()
+    (tmp_path / "tools" / "setup_env.py").touch()
+    command = tmp_path / ".venv" / "bin" / "tilewise"
+    command.parent.mkdir(parents=True)
+    command.write_text("#!/bin/sh\nprintf '%s\\n' \"$@\"\n")
+    command.chmod(0o755)
+    made = subprocess.run(
+        ["make", "--silent", "demo", f"FILE={name}", f"PYTHON={sys.executable}"],
+        cwd=tmp_path, capture_output=True, text=True,
+    )  # fmt: skip
+    assert made.returncode == 0, made.stderr
+    options = ["demo", "--plot", "out/demo.png", "--json", "out/demo.json"]
+    assert made.stdout.splitlines() == [*options, *(["--", name] if name else [])]
