@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from tilewise import cli
@@ -46,10 +47,24 @@ def test_info_as_a_table(invoke):
     assert re.search(r"blocked ┃? ?T5 yes", output)
 
 
-def test_info_on_a_device_that_is_not_there(invoke):
-    code, output = invoke("info", "--device", "nonsense")
-    assert code == 2
-    assert "device 'nonsense'" in output
+@pytest.mark.parametrize("device", ["nonsense", "cuda:-1", "cuda:99", "xpu:99", "mps:7", "hpu", "vulkan", "meta"])
+def test_info_on_a_device_that_is_not_there(device):
+    result = CliRunner().invoke(cli._app(), ["info", "--device", device])
+    assert result.exit_code == 2
+    assert result.output.count("\n") == 1
+    assert f"--device: device {device!r} is not" in result.output
+    assert "expected a device that PyTorch can use here: cpu" in result.output
+
+
+def test_info_on_a_gpu_where_there_is_none(monkeypatch):
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    for device in ("cuda", "cuda:0", "xpu"):
+        result = CliRunner().invoke(cli._app(), ["info", "--device", device])
+        assert result.exit_code == 2
+        assert result.output == (
+            f"tilewise: --device: device {device!r} is not on this machine; expected a device that PyTorch can use "
+            "here: cpu\n"
+        )
 
 
 @pytest.mark.parametrize(
@@ -114,7 +129,7 @@ def test_a_missing_extra_is_named_with_the_way_to_install_it(monkeypatch, absent
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
-@pytest.mark.parametrize("name", ["text.txt", "my text.txt", "Newton's $HOME \"x\" & y;z.txt", "-x.txt", ""])
+@pytest.mark.parametrize("name", ["text.txt", "my text.txt", 'Newton\'s $HOME "x" & y;z.txt', "-x.txt", ""])
 def test_make_demo_hands_on_the_name_of_the_text_as_it_is(tmp_path, name):
     shutil.copy(Path(__file__).parents[1] / "Makefile", tmp_path)
     (tmp_path / "tools").mkdir()

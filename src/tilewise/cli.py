@@ -4,11 +4,13 @@ import importlib.util
 import json
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 __all__ = ["main"]
 
 _DEMO_NEEDS = ("transformers", "tokenizers", "onnx", "matplotlib", "psutil", "traceforge_title_model")
+_BAD_OPTION = 2
+"""Exit status of Click's own refusals too."""
 
 
 def main() -> None:
@@ -23,6 +25,12 @@ def _require(what: str, modules: tuple[str, ...], extra: str) -> None:
         sys.exit(
             f"{what} needs {', '.join(missing)}, not installed here. Install with: pip install 'tilewise[{extra}]'"
         )
+
+
+def _refuse(message: str) -> NoReturn:
+    """One line on standard error, and the exit status of a command line that cannot be run."""
+    print(f"tilewise: {message}", file=sys.stderr)
+    sys.exit(_BAD_OPTION)
 
 
 def _app():
@@ -98,8 +106,8 @@ def _app():
 
         try:
             everything = {**facts.environment(), "support": facts.support(device)}
-        except RuntimeError as error:
-            raise typer.BadParameter(f"device {device!r}: {error}") from None
+        except ValueError as error:
+            _refuse(f"--device: {error}")
         if as_json:
             typer.echo(json.dumps(everything, indent=1))
         else:

@@ -70,8 +70,15 @@ def support(device: torch.device | str | None = None) -> list[dict[str, Any]]:
 
     The call judged is a usual one: 8 heads of width 64, 512 tokens, fp16 on a GPU and fp32 elsewhere; the device is
     the GPU where there is one.
+
+    Raises:
+        ValueError: this machine has no such device, or this PyTorch cannot use it.
+
+    Example:
+        >>> support("cpu")[0]["implementation"]
+        'triton'
     """
-    device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    device = _present(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     dtype = torch.float16 if device.type == "cuda" else torch.float32
     q = torch.zeros(1, 8, 512, 64, dtype=dtype, device=device)
     lines = []
@@ -82,6 +89,23 @@ def support(device: torch.device | str | None = None) -> list[dict[str, Any]]:
                  "reasons": reasons}
             )  # fmt: skip
     return sorted(lines, key=lambda line: IMPLEMENTATIONS.index(line["implementation"]))
+
+
+def _present(device: torch.device | str) -> torch.device:
+    """The device, if PyTorch can make a tensor there."""
+    here = ["cpu"]
+    if torch.accelerator.is_available():
+        kind = torch.accelerator.current_accelerator().type
+        here += [f"{kind}:{index}" for index in range(torch.accelerator.device_count())]
+    expected = f"expected a device that PyTorch can use here: {', '.join(here)}"
+    try:
+        found = torch.device(device)
+    except RuntimeError:
+        raise ValueError(f"device {str(device)!r} is not a device's name; {expected}") from None
+    # An index of the CPU means nothing to PyTorch; an accelerator's is 0 where it is not given.
+    if (found.type if found.type == "cpu" else f"{found.type}:{found.index or 0}") not in here:
+        raise ValueError(f"device {str(device)!r} is not on this machine; {expected}")
+    return found
 
 
 def environment() -> dict[str, Any]:
