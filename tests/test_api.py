@@ -93,6 +93,45 @@ WRONG = {
     "dropout": (dict(dropout_p=1.0), ValueError, "dropout_p is 1.0; expected 0 ≤ dropout_p < 1"),
     "empty rows": (dict(empty_rows="nan"), ValueError, "empty_rows is 'nan'; expected 'zero' or 'uniform'"),
     "impl": (dict(impl="cuda"), ValueError, "impl is 'cuda'; expected 'auto', 'triton', 'blocked', 'reference'"),
+    "list": (dict(q=[1.0]), TypeError, r"q is a list; expected a tensor \[B, H, T, d\]"),
+    "no width": (dict(q=torch.randn(2, 4, 10, 0), k=torch.randn(2, 4, 10, 0)), ValueError, "q has width 0; expected at least 1"),
+    "tensor mask": (dict(mask=torch.ones(10, 10, dtype=torch.bool)), TypeError, r"mask is a Tensor; expected a Mask, Mask.full\(mask\)"),
+    "method mask": (dict(mask=lambda: tw.Mask.causal), TypeError, r"mask is a method; expected a Mask, such as Mask.causal\(\)"),
+    "meta mask": (dict(mask=tw.Mask.padding(torch.ones(2, 10, device="meta"))), ValueError, "mask.keys is on meta; expected cpu"),
+    "additive padding": (dict(mask=lambda: tw.Mask.padding(torch.tensor([[0.0, -1e9]]))), ValueError, "values other than 0 and 1"),
+    "list padding": (dict(mask=lambda: tw.Mask.padding([[1]])), TypeError, "padding mask is a list; expected a tensor"),
+    "list full": (dict(mask=lambda: tw.Mask.full([[True]])), TypeError, "mask is a list; expected a tensor"),
+    "mask and None": (dict(mask=lambda: tw.Mask.causal() & None), TypeError, "unsupported operand"),
+    "joined lengths": (
+        dict(mask=lambda: tw.Mask.lengths([3, 4, 5]) & tw.Mask.lengths([3, 4])), ValueError,
+        r"masks are joined whose bounds have shapes \(3, 1, 2\) and \(2, 1, 2\)",
+    ),
+    "joined padding": (
+        dict(mask=lambda: tw.Mask.padding(torch.ones(2, 9)) & tw.Mask.padding(torch.ones(2, 8))), ValueError,
+        r"masks are joined whose keys have shapes \(2, 9\) and \(2, 8\)",
+    ),
+    "broken lengths": (dict(mask=lambda: tw.Mask.lengths([3.7, 4.0])), TypeError, "lengths are torch.float32; expected integers"),
+    "huge lengths": (dict(mask=lambda: tw.Mask.lengths(torch.tensor([2**32 + 3, 4]))), ValueError, "lengths reach 4294967299; expected numbers below"),
+    "broken window": (dict(mask=lambda: tw.Mask.window(1.5)), TypeError, r"window is \(1.5, 0\); expected two integers"),
+    "broken offset": (dict(offset=1.5), TypeError, "offset is 1.5; expected an integer"),
+    "huge offset": (dict(offset=2**70), TypeError, "offset is 1180591620717411303424; expected an integer of 62 bits"),
+    "scale": (dict(scale=float("nan")), ValueError, "scale is nan; expected a finite number"),
+    "text scale": (dict(scale="x"), TypeError, "scale is 'x'; expected a number"),
+    "text dropout": (dict(dropout_p="x"), TypeError, "dropout_p is 'x'; expected a number"),
+    "list table": (dict(terms=lambda: tw.T5([[1.0]])), TypeError, r"weight is a list; expected a tensor \[num_buckets, H\]"),
+    "no bias": (dict(terms=lambda: tw.TransformerXL(torch.randn(19, 8), None, torch.randn(4, 8))), TypeError, "u is a NoneType; expected a tensor"),
+    "NaN bias": (
+        dict(terms=tw.TransformerXL(torch.randn(19, 8), torch.full((4, 8), torch.nan), torch.randn(4, 8))), ValueError,
+        "QueryBias.bias has NaN entries",
+    ),
+    "integer gate": (
+        dict(terms=tw.Scalar(torch.randn(4, 9), tw.clipped(-4, 4), gate=torch.ones(2, 4, 10, dtype=torch.int64))), TypeError,
+        "Scalar.gate is torch.int64; expected a floating dtype",
+    ),
+    "Inkling rows": (dict(terms=lambda: tw.Inkling(torch.randn(3), None)), ValueError, r"table has shape \(3,\); expected \[R, d'\]"),
+    "ALiBi reach": (dict(terms=lambda: tw.ALiBi(torch.ones(4), -1)), ValueError, "reach is -1; expected a number ≥ 0"),
+    "VITS window": (dict(terms=lambda: tw.VITS(torch.randn(1, 1, 8), torch.randn(1, 1, 8), window=-1)), ValueError, "window is -1"),
+    "Shaw sides": (dict(terms=lambda: tw.Shaw(torch.randn(9, 8), left=-1, right=-3)), ValueError, "left is -1 and right -3"),
     "triton": (dict(impl="triton"), tw.Unsupported, "q is on cpu; triton runs on cuda. impl='blocked' runs it"),
 }  # fmt: skip
 
@@ -170,6 +209,37 @@ def test_a_mask_without_tensors_follows_the_device_asked_for():
     with torch.device("meta"):
         q = torch.randn(1, 2, 5, 8)
         assert tw.attention(q, q, q, mask=tw.Mask.causal(), impl="reference").is_meta
+
+
+@pytest.mark.parametrize("impl", ["reference", "blocked"])
+def test_a_nan_shows(impl):
+    q, k, v = qkv()
+    q[0, 1, 3, 2] = torch.nan
+    o = tw.attention(q, k, v, terms=tw.T5(torch.randn(32, 4)), impl=impl)
+    assert o[0, 1, 3].isnan().all()
+    assert o.isnan().sum() == 8
+
+
+@pytest.mark.parametrize("impl", ["reference", "blocked"])
+def test_an_offset_without_a_row_adds_nothing_whatever_the_table_holds(impl):
+    q, k, v = qkv(dtype=torch.float64)
+    table = torch.tensor([[-torch.inf, 0.3, 0.7]] * 4, dtype=torch.float64)
+    delta = torch.arange(10)[:, None] - torch.arange(10)
+    bias = torch.where(delta.abs() > 1, 0.0, table[0, (delta.clamp(-1, 1) + 1)])
+    expected = ((q @ k.mT) * 8**-0.5 + bias).softmax(-1) @ v
+    torch.testing.assert_close(tw.attention(q, k, v, terms=tw.Scalar(table, tw.windowed(-1, 1)), impl=impl), expected)
+
+
+def test_maps_and_masks_ignore_the_default_device():
+    q, k, v = qkv(Tq=13, Tk=13)
+    torch.set_default_device("meta")
+    try:
+        mask = tw.Mask.lengths([9, 13]) & tw.Mask.packed([0, 5, 13])
+        terms = tw.Shaw(torch.randn(8, 8, device="cpu"), left=5, right=2)
+        outputs = [tw.attention(q, k, v, terms=terms, mask=mask, impl=impl) for impl in ("blocked", "reference")]
+    finally:
+        torch.set_default_device(None)
+    torch.testing.assert_close(*outputs)
 
 
 def test_importing_tilewise_needs_torch_alone():

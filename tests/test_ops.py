@@ -92,6 +92,15 @@ def test_one_graph_serves_every_length_forward_and_backward(name):
     assert not counters["graph_break"]
 
 
+def test_one_tensor_may_be_query_key_and_value_of_a_compiled_call():
+    torch._dynamo.reset()
+    run = lambda q, w: tw.attention(q, q, q, terms=(tw.T5(w), tw.T5(w)))  # noqa: E731
+    q, w = torch.randn(1, 2, 9, 8, requires_grad=True), torch.randn(32, 2, requires_grad=True)
+    expected = torch.autograd.grad(run(q, w).square().sum(), (q, w))
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(torch.autograd.grad(compiled(q, w).square().sum(), (q, w)), expected)
+
+
 def test_autocast_lowers_the_products_and_keeps_the_statistics():
     q, k, v = (torch.randn(1, 2, 9, 8, requires_grad=True) for _ in range(3))
     table = torch.randn(32, 2, requires_grad=True)

@@ -1,5 +1,7 @@
 """Row maps against Hugging Face's own functions, their invariants, and the errors of wrong ones."""
 
+import json
+import pickle
 import subprocess
 import sys
 
@@ -117,6 +119,30 @@ def test_log_buckets_never_fall(buckets, far):
     assert steps.min() >= 0
 
 
+@pytest.mark.parametrize("rows", [tw.t5_buckets(32, 10**9), tw.deberta_buckets(256, 10**9), tw.explicit([0, 1], 10**9)])
+def test_far_maps_cost_no_more_than_near_ones(rows):
+    lo, hi = rows.saturation
+    ends = rows(torch.tensor([-(2 * 10**9), lo, lo + 1, hi - 1, hi, 2 * 10**9]))
+    assert ends[0] == ends[1] != ends[2]
+    assert ends[3] != ends[4] == ends[5]
+    q = torch.randn(1, 2, 9, 4)
+    tw.attention(q, q, q, terms=tw.Scalar(torch.randn(2, rows.size), rows))
+
+
+def test_an_explicit_map_reaches_another_process():
+    term = tw.Scalar(torch.randn(2), tw.explicit([0, 1, -1], first=-1))
+    code = (
+        "import pickle, sys, torch, tilewise as tw\n"
+        "term = pickle.loads(sys.stdin.buffer.read())\n"
+        "q = torch.zeros(1, 1, 3, 4)\n"
+        "print(tw.attention(q, q, q, terms=term, return_lse=True)[1].flatten().tolist())"
+    )
+    there = subprocess.run([sys.executable, "-c", code], input=pickle.dumps(term), capture_output=True, check=True)
+    q = torch.zeros(1, 1, 3, 4)
+    here = tw.attention(q, q, q, terms=term, return_lse=True)[1].flatten().tolist()
+    assert json.loads(there.stdout) == here
+
+
 def test_compact_merges_equal_neighbours_and_loses_nothing():
     table = torch.randn(5, 3).repeat_interleave(torch.tensor([1, 4, 2, 1, 3]), dim=0)
     kept, runs = tw.compact(table)
@@ -130,13 +156,16 @@ def test_compact_merges_equal_neighbours_and_loses_nothing():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: tw.identity(-1), "reach is -1; expected a number ≥ 0"),
+        (lambda: tw.identity(-1), "reach is -1; expected an integer ≥ 0"),
         (lambda: tw.clipped(3, 2), "left is 3; expected a number ≤ right = 2"),
         (lambda: tw.t5_buckets(2), "num_buckets is 2"),
         (lambda: tw.t5_buckets(32, 8), "max_distance is 8; expected more than the 8 exact buckets"),
         (lambda: tw.deberta_buckets(256, 100), "max_relative_positions is 100"),
         (lambda: tw.deberta_buckets(-1, 0), "max_relative_positions is 0"),
         (lambda: tw.explicit([], 0), "rows is"),
+        (lambda: tw.explicit([1.5], 0), "rows is a list of torch.float32; expected integers"),
+        (lambda: tw.identity(2.5), "reach is 2.5; expected an integer"),
+        (lambda: tw.compact(torch.zeros(0, 3)), "at least one row along dim 0"),
         (lambda: tw.explicit([-2], 0), "rows is -2; expected rows ≥ 0, or -1"),
         (lambda: tw.identity(3)(torch.tensor([4])), "reach is 3; expected at least 4"),
     ],

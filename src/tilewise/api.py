@@ -20,6 +20,9 @@ IMPLEMENTATIONS = ("triton", "blocked", "reference")
 """In the order in which ``impl="auto"`` tries them; the reference only serves where it is asked for."""
 
 
+_HUGE = 1e300
+
+
 class Unsupported(ValueError):
     """The implementation asked for cannot run this call; the message has the reasons and a call that would run."""
 
@@ -41,7 +44,8 @@ def attention(
     """Exact attention with relative-position terms, in memory linear in the lengths, forward and backward.
 
     S_ij = τ·(q_i·k_j + terms) + scalar terms (:mod:`tilewise.terms` has the equation), O = softmax(S)·V over the keys
-    that the mask shows. Differentiable once in q, k, v and every tensor of the terms.
+    that the mask shows. Differentiable once in q, k, v and every tensor of the terms, by autograd: torch.func's
+    transforms and forward mode are not supported, and an exported program serves inference.
 
     Args:
         q: [B, H, Tq, d], fp64, fp32, bf16 or fp16.
@@ -80,10 +84,17 @@ def attention(
         dtype = torch.get_autocast_dtype(q.device.type)
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
     Tq, Tk = q.shape[2], k.shape[2]
-    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    scale = q.shape[-1] ** -0.5 if scale is None else _number("scale", scale)
     offset = Tk - Tq if offset is None else offset
-    mask = (mask or Mask()).to(q.device)
+    if not isinstance(offset, (int, torch.SymInt)) or not -(2**62) < offset < 2**62:
+        raise TypeError(f"offset is {offset!r}; expected an integer of 62 bits")
+    mask = Mask() if mask is None else mask
+    if not isinstance(mask, Mask):
+        call = "Mask.full(mask) or Mask.padding(mask)" if isinstance(mask, Tensor) else "such as Mask.causal()"
+        raise TypeError(f"mask is a {type(mask).__name__}; expected a Mask, {call}")
+    mask = mask.to(q.device)
     mask.check(q.shape[0], q.shape[1], Tq, Tk)
+    dropout_p = _number("dropout_p", dropout_p)
     if not 0.0 <= dropout_p < 1.0:
         raise ValueError(f"dropout_p is {dropout_p}; expected 0 ≤ dropout_p < 1")
     if empty_rows not in ("zero", "uniform"):
@@ -134,6 +145,8 @@ def _autocasting(q: Tensor) -> bool:
 
 def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
     for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name} is a {type(x).__name__}; expected a tensor [B, H, T, d]")
         if x.dim() != 4:
             raise ValueError(f"{name} has shape {tuple(x.shape)}; expected [B, H, T, d]")
         if x.dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
@@ -148,6 +161,8 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise ValueError(f"v has shape {tuple(v.shape)}; expected [B, {k.shape[1]}, {k.shape[2]}, d_v], as k")
     if k.shape[3] != q.shape[3]:
         raise ValueError(f"k has width {k.shape[3]}; expected {q.shape[3]}, as q")
+    if q.shape[3] == 0:
+        raise ValueError("q has width 0; expected at least 1")
     if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
         raise ValueError(f"k has {k.shape[1]} heads; expected a divisor of q's {q.shape[1]}")
 
@@ -159,6 +174,7 @@ def _check_biases(q: Tensor, terms: tuple[Term, ...]) -> None:
         bias = getattr(term, "bias", None)
         if bias is not None:
             width = d if isinstance(term, QueryBias) else term.table.shape[-1]
+            _check_values(f"{name}.bias", bias)
             if tuple(bias.shape) not in ((H, width), (1, width)):
                 raise ValueError(f"{name}.bias has shape {tuple(bias.shape)}; expected [{H}, {width}], heads and width")
             if bias.device != q.device:
@@ -189,6 +205,23 @@ def _check_ports(q: Tensor, d_v: int, ports: list[Port], offset: int, Tk: int) -
                     f"{name}.table has {port.rows.size} rows, for offsets up to ±{port.rows.params[0]}; these lengths "
                     f"(Tq = {Tq}, Tk = {Tk}, offset = {offset}) meet {far}: expected at least {2 * far + 1} rows"
                 )
-        # Reading a table on a GPU would stall the stream; there a NaN shows in the output instead.
-        if table.device.type == "cpu" and not torch.compiler.is_compiling() and bool(table.isnan().any()):
-            raise ValueError(f"{name}.table has NaN entries; expected numbers")
+        _check_values(f"{name}.table", table)
+        if port.kind == "scalar" and left is not None:
+            _check_values(f"{name}.gate", left)
+
+
+def _check_values(name: str, x: Tensor) -> None:
+    if not x.dtype.is_floating_point:
+        raise TypeError(f"{name} is {x.dtype}; expected a floating dtype")
+    # Reading a tensor on a GPU would stall the stream; there a NaN shows in the output instead.
+    if x.device.type == "cpu" and not torch.compiler.is_compiling() and bool(x.isnan().any()):
+        raise ValueError(f"{name} has NaN entries; expected numbers")
+
+
+def _number(name: str, value: object) -> float:
+    if not isinstance(value, (int, float)):
+        raise TypeError(f"{name} is {value!r}; expected a number")
+    value = float(value)
+    if not -_HUGE < value < _HUGE:
+        raise ValueError(f"{name} is {value}; expected a finite number")
+    return value

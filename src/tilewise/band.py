@@ -150,7 +150,7 @@ class Terms:
             table = port.table if port.table.dim() == 3 else port.table[..., None]
             E = table.index_select(1, rows.clamp(min=0)).to(self.dtype)
             if bool((port.rows.span(top - stop + 1, top - self.base) < 0).any()):
-                E = E.mul_((rows >= 0)[:, None])
+                E = E.masked_fill_((rows < 0)[:, None], 0.0)
             gated = port.kind == "scalar" and port.left is not None
             kind = "queries" if gated or port.kind == "query" else {"key": "keys", "value": "values"}.get(port.kind)
             scale = 1.0 if port.kind in ("scalar", "value") else call.scale

@@ -51,6 +51,8 @@ class Mask:
     @classmethod
     def window(cls, left: int, right: int = 0) -> Mask:
         """At most `left` tokens back and `right` ahead, both ≥ 0. Causal sliding window: ``window(W - 1)``."""
+        if not all(isinstance(side, (int, torch.SymInt)) for side in (left, right)):
+            raise TypeError(f"window is ({left}, {right}); expected two integers")
         if left < 0 or right < 0:
             raise ValueError(f"window is ({left}, {right}); expected two numbers ≥ 0")
         return cls(left=left, right=right)
@@ -63,8 +65,8 @@ class Mask:
             ValueError: negative lengths, or starts beyond them (checked for lists and CPU tensors; on a GPU, values
                 beyond the keys are cut instead, since reading them would stall the stream).
         """
-        hi = torch.as_tensor(lengths, dtype=torch.int32)
-        lo = torch.zeros_like(hi) if starts is None else torch.as_tensor(starts, dtype=torch.int32).to(hi.device)
+        hi = _integers("lengths", lengths)
+        lo = torch.zeros_like(hi) if starts is None else _integers("starts", starts).to(hi.device)
         if hi.dim() != 1 or lo.shape != hi.shape:
             raise ValueError(
                 f"lengths and starts have shapes {tuple(hi.shape)} and {tuple(lo.shape)}; expected [B] twice"
@@ -75,11 +77,19 @@ class Mask:
 
     @classmethod
     def padding(cls, mask: Tensor) -> Mask:
-        """A padding mask [B, Tk], non-zero or True where a token is real; any pattern, left, right or holes."""
+        """A padding mask [B, Tk], 1 or True where a token is real; any pattern, left, right or holes.
+
+        Raises:
+            ValueError: numbers other than 0 and 1 (checked on the CPU), such as a mask to be added to scores.
+        """
+        _require_tensor("padding mask", mask)
         if mask.dim() != 2:
             raise ValueError(
                 f"padding mask has shape {tuple(mask.shape)}; expected [B, Tk] (a [B, H, Tq, Tk] mask is Mask.full)"
             )
+        if mask.dtype != torch.bool and mask.device.type == "cpu" and not _compiling():
+            if not bool(((mask == 0) | (mask == 1)).all()):
+                raise ValueError("padding mask has values other than 0 and 1; expected 1 or True where a token is real")
         return cls(keys=mask if mask.dtype == torch.bool else mask != 0)
 
     @classmethod
@@ -90,7 +100,7 @@ class Mask:
             cu_seqlens: [documents + 1], rising from 0.
             total: the row's length, if tokens follow the last document (they see nothing); default cu[-1].
         """
-        cu = torch.as_tensor(cu_seqlens, dtype=torch.int32)
+        cu = _integers("cu_seqlens", cu_seqlens)
         if cu.dim() != 1 or cu.numel() < 2:
             raise ValueError(f"cu_seqlens has shape {tuple(cu.shape)}; expected [documents + 1]")
         if cu.device.type == "cpu" and not _compiling() and (int(cu[0]) != 0 or bool((cu.diff() < 0).any())):
@@ -103,16 +113,18 @@ class Mask:
     @classmethod
     def intervals(cls, lo: Tensor, hi: Tensor) -> Mask:
         """Keys lo[b, i] ≤ j < hi[b, i]; both [Tq] or [B, Tq]. Chunked and look-ahead masks of streaming encoders."""
+        lo, hi = _integers("lo", lo), _integers("hi", hi)
         if lo.shape != hi.shape or lo.dim() not in (1, 2):
             raise ValueError(
                 f"lo and hi have shapes {tuple(lo.shape)} and {tuple(hi.shape)}; expected [Tq] or [B, Tq] twice"
             )
-        both = torch.stack((lo, hi), -1).to(torch.int32)
+        both = torch.stack((lo, hi), -1)
         return cls(bounds=both if lo.dim() == 2 else both[None])
 
     @classmethod
     def full(cls, mask: Tensor) -> Mask:
         """A boolean matrix, True where a key is visible, broadcastable to [B, H, Tq, Tk]."""
+        _require_tensor("mask", mask)
         if mask.dtype != torch.bool:
             raise TypeError(f"mask is {mask.dtype}; expected bool, True where a key is visible")
         if not 2 <= mask.dim() <= 4:
@@ -120,17 +132,22 @@ class Mask:
         return cls(dense=mask.reshape((1,) * (4 - mask.dim()) + tuple(mask.shape)))
 
     def __and__(self, other: Mask) -> Mask:
+        if not isinstance(other, Mask):
+            return NotImplemented
         bounds = self.bounds if other.bounds is None else other.bounds
         if self.bounds is not None and other.bounds is not None:
-            a, b = self.bounds, other.bounds.to(self.bounds.device)
+            a, b = _joinable("bounds", self.bounds, other.bounds.to(self.bounds.device))
             bounds = torch.stack((torch.maximum(a[..., 0], b[..., 0]), torch.minimum(a[..., 1], b[..., 1])), -1)
         return Mask(min(self.left, other.left), min(self.right, other.right), bounds,
-                    _both(self.keys, other.keys), _both(self.dense, other.dense))  # fmt: skip
+                    _both("keys", self.keys, other.keys), _both("dense", self.dense, other.dense))  # fmt: skip
 
     def to(self, device: torch.device) -> Mask:
         """The same mask with its tensors on `device`."""
-        move = lambda t: None if t is None else t.to(device, non_blocking=True)  # noqa: E731
-        return replace(self, bounds=move(self.bounds), keys=move(self.keys), dense=move(self.dense))
+        parts = {"bounds": self.bounds, "keys": self.keys, "dense": self.dense}
+        for name, part in parts.items():
+            if part is not None and part.is_meta and torch.device(device).type != "meta":
+                raise ValueError(f"mask.{name} is on meta; expected {device}, or a device that holds values")
+        return replace(self, **{n: None if t is None else t.to(device, non_blocking=True) for n, t in parts.items()})
 
     def check(self, B: int, H: int, Tq: int, Tk: int) -> None:
         """Raise ValueError naming the part whose shape or values do not fit attention of these sizes."""
@@ -172,8 +189,31 @@ class Mask:
         return seen if self.dense is None else seen & self.dense[:, :, rows or slice(None)]
 
 
-def _both(a: Tensor | None, b: Tensor | None) -> Tensor | None:
-    return a if b is None else b if a is None else a & b.to(a.device)
+def _both(name: str, a: Tensor | None, b: Tensor | None) -> Tensor | None:
+    if a is None or b is None:
+        return b if a is None else a
+    return torch.logical_and(*_joinable(name, a, b.to(a.device)))
+
+
+def _joinable(name: str, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    if a.dim() != b.dim() or any(m != n and 1 not in (m, n) for m, n in zip(a.shape, b.shape, strict=True)):
+        raise ValueError(f"two masks are joined whose {name} have shapes {tuple(a.shape)} and {tuple(b.shape)}")
+    return a, b
+
+
+def _require_tensor(name: str, value: object) -> None:
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{name} is a {type(value).__name__}; expected a tensor")
+
+
+def _integers(name: str, values: Sequence[int] | Tensor) -> Tensor:
+    """`values` as int32 (lists on the CPU, whatever the default device); refused if not integers of 32 bits."""
+    given = values if isinstance(values, Tensor) else torch.as_tensor(values, device="cpu")
+    if given.dtype.is_floating_point or given.dtype == torch.bool:
+        raise TypeError(f"{name} are {given.dtype}; expected integers")
+    if given.device.type == "cpu" and not _compiling() and given.numel() and int(given.abs().max()) >= 2**31:
+        raise ValueError(f"{name} reach {int(given.abs().max())}; expected numbers below 2³¹")
+    return given.to(torch.int32)
 
 
 def _compiling() -> bool:

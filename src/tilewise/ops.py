@@ -143,6 +143,14 @@ def attend(call: Call, spec: str, impl: str) -> tuple[Tensor, Tensor]:
     """O and lse of a checked call by the implementation named `impl`, differentiable once in every tensor."""
     mask = call.mask
     static = (spec, call.scale, call.offset, mask.left, mask.right, call.dropout_p, impl)
-    return _Attention.apply(
-        call.q, call.k, call.v, mask.bounds, mask.keys, mask.dense, call.seed, static, *call.tensors
-    )
+    # Dynamo refuses an autograd.Function that is given one tensor twice.
+    q, k, v, *tensors = _distinct([call.q, call.k, call.v, *call.tensors])
+    return _Attention.apply(q, k, v, mask.bounds, mask.keys, mask.dense, call.seed, static, *tensors)
+
+
+def _distinct(tensors: list[Tensor]) -> list[Tensor]:
+    """The same tensors, each repetition as a view of its own."""
+    seen: list[Tensor] = []
+    for tensor in tensors:
+        seen.append(tensor.view_as(tensor) if any(tensor is other for other in seen) else tensor)
+    return seen

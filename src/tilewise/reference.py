@@ -24,21 +24,21 @@ def attention_reference(
     B, H, Tq, _ = q.shape
     Tk = k.shape[2]
     k, v = (x.repeat_interleave(H // x.shape[1], dim=1) for x in (k, v))
-    delta = torch.arange(Tq)[:, None] + offset - torch.arange(Tk)
+    delta = torch.arange(Tq, device="cpu")[:, None] + offset - torch.arange(Tk, device="cpu")
     phi = [port.rows(delta).to(q.device, torch.int64) for port in ports]
 
     S = q @ k.mT
     for port, row in zip(ports, phi, strict=True):
         if port.kind == "query":
             Z = (q if port.left is None else port.left.to(q.dtype)) @ port.table.to(q.dtype).mT
-            S = S + Z.gather(-1, row.clamp(min=0).expand_as(S)) * (row >= 0)
+            S = S + Z.gather(-1, row.clamp(min=0).expand_as(S)).masked_fill(row < 0, 0.0)
         elif port.kind == "key":
             Z = k @ port.table.to(q.dtype).mT
-            S = S + (Z.gather(-1, row.clamp(min=0).mT.expand(B, H, Tk, Tq)) * (row >= 0).mT).mT
+            S = S + Z.gather(-1, row.clamp(min=0).mT.expand(B, H, Tk, Tq)).mT.masked_fill(row < 0, 0.0)
     S = S * scale
     for port, row in zip(ports, phi, strict=True):
         if port.kind == "scalar":
-            b = port.table.to(q.dtype)[:, row.clamp(min=0)] * (row >= 0)
+            b = port.table.to(q.dtype)[:, row.clamp(min=0)].masked_fill(row < 0, 0.0)
             S = S + (b if port.left is None else b * port.left.to(q.dtype)[..., None])
 
     S = S.masked_fill(~mask.allowed(Tq, Tk, offset, device=q.device), float("-inf"))

@@ -65,6 +65,13 @@ class RowMap:
         """Rows of the offsets first, first + 1, …, last (int32, CPU)."""
         return _span(self, first, last)
 
+    def __reduce__(self):
+        # An explicit map's rows are held by this module: another process needs them sent along.
+        if self.kind == "explicit":
+            first, rows = _EXPLICIT[self.params[0]]
+            return explicit, (rows.tolist(), first)
+        return RowMap, (self.kind, self.params, self.size)
+
     @property
     def saturation(self) -> tuple[int, int] | None:
         """(lo, hi): every offset ≤ lo has lo's row, every offset ≥ hi has hi's row; None where no such ends exist."""
@@ -107,7 +114,7 @@ def identity(reach: int, descending: bool = False) -> RowMap:
         >>> identity(3, descending=True)(torch.tensor([3, 0, -3])).tolist()
         [0, 3, 6]
     """
-    _require(reach >= 0, "reach", reach, "a number ≥ 0")
+    _require(isinstance(reach, (int, torch.SymInt)) and reach >= 0, "reach", reach, "an integer ≥ 0")
     return RowMap("identity", (reach, int(descending)), 2 * reach + 1)
 
 
@@ -182,14 +189,17 @@ def deberta_buckets(position_buckets: int, max_relative_positions: int) -> RowMa
 def explicit(rows: Sequence[int] | Tensor, first: int) -> RowMap:
     """Any map: rows[n] is the row of the offset first + n; the first and last entry hold for all offsets beyond.
 
-    Entries are rows ≥ 0 or :data:`NO_ROW`; they need not be monotone, and δ and −δ may share a row.
+    Entries are rows ≥ 0 or :data:`NO_ROW`; they need not be monotone, and δ and −δ may share a row. Reads the values:
+    inside a compiled function, make it outside.
 
     Example:
         >>> explicit([1, 0, 1], first=-1)(torch.arange(-3, 4)).tolist()
         [1, 1, 1, 0, 1, 1, 1]
     """
-    table = torch.as_tensor(rows, dtype=torch.int32, device="cpu").contiguous().clone()
-    _require(table.dim() == 1 and table.numel() > 0, "rows", tuple(table.shape), "a non-empty list of rows")
+    given = torch.as_tensor(rows, device="cpu")
+    _require(given.dim() == 1 and given.numel() > 0, "rows", tuple(given.shape), "a non-empty list of rows")
+    _require(not given.dtype.is_floating_point, "rows", f"a list of {given.dtype}", "integers")
+    table = given.to(torch.int32).clone()
     _require(int(table.min()) >= NO_ROW, "rows", int(table.min()), "rows ≥ 0, or -1 for no row")
     digest = hashlib.sha256(f"{first}:".encode() + table.numpy().tobytes()).hexdigest()[:32]
     _EXPLICIT[digest] = (int(first), table)
@@ -210,6 +220,7 @@ def compact(table: Tensor, dim: int = 0) -> tuple[Tensor, Tensor]:
         ([1.0, 2.0], [0, 0, 1])
     """
     moved = table.movedim(dim, 0)
+    _require(moved.shape[0] > 0, "table", tuple(table.shape), f"at least one row along dim {dim}")
     rows = moved.reshape(moved.shape[0], -1)
     new = torch.ones(rows.shape[0], dtype=torch.bool, device=table.device)
     new[1:] = (rows[1:] != rows[:-1]).any(1)
@@ -274,18 +285,34 @@ _FAMILIES = {
 
 @lru_cache(maxsize=256)
 def _span(rows: RowMap, first: int, last: int) -> Tensor:
-    return rows(torch.arange(first, last + 1))
+    return rows(torch.arange(first, last + 1, device="cpu"))
 
 
 @lru_cache(maxsize=256)
 def _saturation(rows: RowMap) -> tuple[int, int] | None:
-    if rows.kind == "identity":
-        return None
-    reach = {"clipped": lambda l, r, _: max(abs(l), abs(r)), "windowed": lambda l, r, _: max(abs(l), abs(r)) + 1,
-             "t5": lambda _, m, __: m, "deberta": lambda b, m: m + abs(b),
-             "explicit": lambda d: abs(_EXPLICIT[d][0]) + _EXPLICIT[d][1].numel()}[rows.kind](*rows.params)  # fmt: skip
-    met = rows.span(-reach - 1, reach + 1)
-    changes = (met[1:] != met[:-1]).nonzero().flatten()
-    if changes.numel() == 0:
-        return 0, 0
-    return int(changes[0]) - reach - 1, int(changes[-1]) - reach
+    match rows.kind:
+        case "identity":
+            return None
+        case "clipped":
+            left, right, _ = rows.params
+            return (left, right) if left < right else (0, 0)
+        case "windowed":
+            left, right, _ = rows.params
+            return left - 1, right + 1
+        case "explicit":
+            first, listed = _EXPLICIT[rows.params[0]]
+            changes = (listed[1:] != listed[:-1]).nonzero().flatten()
+            return (first + int(changes[0]), first + int(changes[-1]) + 1) if changes.numel() else (0, 0)
+    # Buckets never fall with the distance, so the first offset that has the last row is found by halving.
+    far = abs(rows.params[0]) + abs(rows.params[1])
+    return -_settles(rows, -1, far), _settles(rows, 1, far)
+
+
+def _settles(rows: RowMap, sign: int, far: int) -> int:
+    """The smallest distance on one side from which on the row is the one of `far`."""
+    at = lambda distance: int(rows(torch.tensor(sign * distance, device="cpu")))  # noqa: E731
+    low, high, last = 0, far, at(far)
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if at(middle) == last else (middle + 1, high)
+    return low

@@ -138,6 +138,8 @@ def ALiBi(slopes: Tensor, reach: int) -> Scalar:
         [[-1.0, -0.5, -0.0, -0.5, -1.0]]
     """
     _require_dim("slopes", slopes, 1, "[H]")
+    if reach < 0:
+        raise ValueError(f"reach is {reach}; expected a number ≥ 0")
     distance = torch.arange(-reach, reach + 1, device=slopes.device).abs().to(slopes.dtype)
     return Scalar(-slopes[:, None] * distance, identity(reach))
 
@@ -155,6 +157,8 @@ def Shaw(keys: Tensor, values: Tensor | None = None, *, left: int, right: int) -
         >>> [type(t).__name__ for t in Shaw(torch.zeros(9, 64), torch.zeros(9, 64), left=4, right=4)]
         ['OnQuery', 'OnValue']
     """
+    if left + right < 0:
+        raise ValueError(f"left is {left} and right {right}; expected left + right ≥ 0")
     rows = clipped(-right, left, descending=True)
     return (OnQuery(keys, rows), *(() if values is None else (OnValue(values, rows),)))
 
@@ -164,6 +168,8 @@ def VITS(keys: Tensor, values: Tensor, *, window: int) -> tuple[Term, ...]:
 
     Source: Kim et al. 2021 (arXiv 2106.06103); ``emb_rel_k`` and ``emb_rel_v`` [1 or H, 2·window + 1, d].
     """
+    if window < 0:
+        raise ValueError(f"window is {window}; expected a number ≥ 0")
     rows = windowed(-window, window, descending=True)
     return OnQuery(keys, rows), OnValue(values, rows)
 
@@ -186,6 +192,9 @@ def TransformerXL(table: Tensor, u: Tensor, v: Tensor, *, descending: bool = Tru
         >>> [type(t).__name__ for t in TransformerXL(torch.zeros(2, 7, 8), torch.zeros(2, 8), torch.zeros(2, 8))]
         ['QueryBias', 'OnQuery']
     """
+    for name, value in (("table", table), ("u", u), ("v", v)):
+        if not isinstance(value, Tensor):
+            raise TypeError(f"{name} is a {type(value).__name__}; expected a tensor")
     rows = table.shape[-2] if table.dim() >= 2 else 0
     if rows % 2 != 1:
         raise ValueError(f"table has {rows} rows; expected an odd number, 2·reach + 1")
@@ -229,6 +238,8 @@ def Inkling(table: Tensor, left: Tensor) -> OnQuery:
 
     Source: transformers' ``inkling``; `left` [B, H, Tq, d'] is the model's own projection (d' = 16 there).
     """
+    if table.dim() < 2 or table.shape[-2] < 1:
+        raise ValueError(f"table has shape {tuple(table.shape)}; expected [R, d'] with at least one row")
     return OnQuery(table, windowed(0, table.shape[-2] - 1), left=left)
 
 
@@ -312,6 +323,8 @@ def _headed(table: Tensor) -> Tensor:
 
 
 def _require_dim(name: str, tensor: Tensor, dim: int, shape: str) -> None:
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{name} is a {type(tensor).__name__}; expected a tensor {shape}")
     if tensor.dim() != dim:
         raise ValueError(f"{name} has shape {tuple(tensor.shape)}; expected {shape}")
 
@@ -320,6 +333,8 @@ def _check_table(term: Scalar | OnQuery | OnKey | OnValue, dims: tuple[int, int]
     table, name = term.table, type(term).__name__
     if not isinstance(term.rows, RowMap):
         raise TypeError(f"{name}.rows is a {type(term.rows).__name__}; expected a RowMap (tilewise.rows)")
+    if not isinstance(table, Tensor):
+        raise TypeError(f"{name}.table is a {type(table).__name__}; expected a tensor {shape}")
     if table.dim() not in dims:
         raise ValueError(f"{name}.table has shape {tuple(table.shape)}; expected {shape}")
     if not table.dtype.is_floating_point:
@@ -327,7 +342,7 @@ def _check_table(term: Scalar | OnQuery | OnKey | OnValue, dims: tuple[int, int]
     rows = table.shape[-1] if isinstance(term, Scalar) else table.shape[-2]
     if term.rows.kind == "identity" and rows != term.rows.size:
         raise ValueError(f"{name}.table has {rows} rows; expected {term.rows.size}, one for each offset of its map")
-    if rows < term.rows.size:
+    if rows < max(term.rows.size, 1):
         raise ValueError(
             f"{name}.table has {rows} rows; expected at least {term.rows.size}, which its map {term.rows.spec} needs"
         )

@@ -1,6 +1,5 @@
 """patch() and unpatch(): what they change, what they leave alone, and what they refuse."""
 
-import copy
 import importlib.util
 
 import pytest
@@ -224,5 +223,18 @@ def test_a_part_of_a_model_can_be_patched():
     report = tilewise.patch(model.encoder)
     assert [row.path for row in report.rows] == [f"block.{i}.layer.0.SelfAttention" for i in (0, 1)]
     assert snapshot(model.decoder) == before
-    attention = copy.deepcopy(model.decoder.block[0].layer[0].SelfAttention)
-    assert [row.path for row in tilewise.patch(attention).rows] == [""]
+
+
+def test_part_of_a_stack_is_refused_since_its_layers_share_the_bias():
+    model = CASES["T5"]().build()
+    before = snapshot(model)
+    for part in (model.encoder.block[0], model.decoder.block[0].layer[0].SelfAttention, model.encoder.block):
+        with pytest.raises(PatchError, match="the stack that it belongs to is not part of"):
+            tilewise.patch(part)
+    assert snapshot(model) == before
+
+
+@pytest.mark.parametrize("model", [None, "t5-small", T5Attention], ids=["None", "name", "class"])
+def test_what_is_not_a_model_is_refused(model):
+    with pytest.raises(TypeError, match="expected a loaded model"):
+        tilewise.patch(model)

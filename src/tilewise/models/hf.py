@@ -119,7 +119,7 @@ def _padding(attention_mask: Tensor, kv_length: int, kv_offset: int) -> Mask:
     # A mask that hides nothing costs every tile a look-up; one reduction here is what transformers' own masks cost too.
     if not torch.compiler.is_compiling() and not keys.is_meta and bool(keys.all()):
         return Mask()
-    return Mask.padding(keys)
+    return Mask.padding(keys.bool())
 
 
 def _as_mask(mask: Mask | Tensor | None, module: nn.Module, Tk: int) -> Mask:

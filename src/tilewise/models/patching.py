@@ -74,6 +74,8 @@ def patch(model: nn.Module, *, impl: str = "auto") -> Report:
         >>> [row.path for row in patch(model).rows][:1]
         ['encoder.block.0.layer.0.SelfAttention']
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model is a {type(model).__name__}; expected a loaded model (torch.nn.Module)")
     if impl not in ("auto", *IMPLEMENTATIONS):
         raise ValueError(f"impl is {impl!r}; expected 'auto', {', '.join(map(repr, IMPLEMENTATIONS))}")
     matches = _matches(model)
@@ -155,6 +157,11 @@ def _matches(model: nn.Module) -> list[_Match]:
                 )
         elif (reason := family.obstacle(module)) and not family.left_alone(module):
             problems.append(f"{path} ({cls.__qualname__}): {reason}")
+        elif family.interface and not _inside_stack(modules, path):
+            problems.append(
+                f"{path or 'the module'} ({cls.__qualname__}): the stack that it belongs to is not part of "
+                f"{type(model).__name__}; expected the stack or the model, since a stack's layers share bias and mask"
+            )
         else:
             matches.append(_Match(path, module, modules.get(path.rpartition(".")[0]) if path else None, family))
     if problems:
@@ -206,6 +213,11 @@ def _apply(model: nn.Module, matches: list[_Match], impl: str) -> None:
         module.__dict__["_tilewise"] = _Original(cls, shared, impl)
         module.config = own_config(module)
         module.__class__ = _patched_class(match.family.target, cls)
+
+
+def _inside_stack(modules: dict[str, nn.Module], path: str) -> bool:
+    parts = path.split(".")
+    return any(_is_stack(modules[".".join(parts[:n])]) for n in range(len(parts)))
 
 
 def _is_stack(module: nn.Module) -> bool:
