@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -12,6 +13,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+import tilewise
 from tilewise import cli
 from tilewise.demo import show
 from tilewise.demo.experiment import Experiment, Row
@@ -67,18 +69,97 @@ def test_info_on_a_gpu_where_there_is_none(monkeypatch):
         )
 
 
+def test_info_on_a_device_that_fails(monkeypatch):
+    def fail(*args, **kwargs):
+        raise RuntimeError("CUDA error: out of memory\nCompile with ...")
+
+    monkeypatch.setattr(torch, "zeros", fail)
+    result = CliRunner().invoke(cli._app(), ["info", "--device", "cpu"])
+    assert result.exit_code == 2
+    assert result.output == "tilewise: --device: CUDA error: out of memory\n"
+
+
+@pytest.fixture
+def forbidden(monkeypatch):
+    """The demo may not start."""
+
+    def start(*args, **kwargs):
+        raise AssertionError("the demo started")
+
+    monkeypatch.setattr(show, "demo", start)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--lengths", "512,x"], "'512,x'; expected numbers of tokens from 64 on"),
-        (["--lengths", "8"], "'8'; expected numbers of tokens from 64 on"),
+        (["--lengths", "512,x"], "--lengths is '512,x'; expected numbers of tokens from 64 on"),
+        (["--lengths", "8"], "--lengths is '8'; expected numbers of tokens from 64 on"),
         (["/nowhere/text"], "'/nowhere/text' does not exist"),
+        (["--impl", "foo"], "--impl is 'foo'; expected one that can run the demo's model, fp32 on the CPU: 'auto', 'b"),
+        (["--impl", "triton"], "--impl is 'triton', which cannot run the demo's model: "),
+        (["--budget", "-5"], "--budget is -5 seconds; expected more than 0"),
+        (["--budget", "0"], "--budget is 0 seconds; expected more than 0"),
+        (["--budget", "nan"], "--budget is nan seconds; expected more than 0"),
     ],
 )
-def test_bad_options(invoke, arguments, message):
+def test_bad_options_are_refused_before_anything_starts(invoke, forbidden, arguments, message):
     code, output = invoke("demo", *arguments)
     assert code == 2
     assert message in output
+
+
+def test_triton_is_refused_with_the_reasons(invoke, forbidden):
+    reasons = tilewise.explain(*[torch.zeros(1, 6, 64, 64)] * 3)["triton"]
+    assert reasons
+    assert "; ".join(reasons) in invoke("demo", "--impl", "triton")[1]
+
+
+@pytest.mark.parametrize("option", ["--json", "--plot"])
+@pytest.mark.parametrize(
+    ("path", "why"),
+    [
+        ("folder.png", ", a folder; expected a file that can be written, such as "),
+        ("text/x.png", "; expected a file that can be written (Not a directory: "),
+        ("text/deep/x.png", "; expected a file that can be written (Not a directory: "),
+        ("/proc/x/y.png", "; expected a file that can be written (No such file or directory: '/proc/x')"),
+        ("x" * 300 + ".png", "; expected a file that can be written (File name too long: "),
+    ],
+)
+def test_a_path_that_cannot_be_written_is_refused_before_anything_starts(
+    monkeypatch, forbidden, tmp_path, option, path, why
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder.png").mkdir()
+    (tmp_path / "text").write_text("Kept.")
+    result = CliRunner().invoke(cli._app(), ["demo", option, path])
+    assert result.exit_code == 2
+    assert result.output.count("\n") == 1
+    assert result.output.startswith(f"tilewise: {option} is {path!r}{why}")
+    assert (tmp_path / "text").read_text() == "Kept."
+
+
+@pytest.mark.parametrize("name", ["p.xyz", "p", "p.png.txt"])
+def test_a_picture_of_an_unknown_kind_is_refused_before_anything_starts(invoke, forbidden, tmp_path, name):
+    code, output = invoke("demo", "--plot", str(tmp_path / "new" / name))
+    assert code == 2
+    assert f"--plot is '{tmp_path}/new/{name}'; expected a name that ends in one of .png, .pdf, .svg" in output
+    assert ".png'" in output
+    assert not (tmp_path / "new").exists()
+
+
+def test_checking_a_path_leaves_files_links_and_pipes_as_they_are(tmp_path):
+    old, link, pipe, new = (tmp_path / name for name in ("old", "link", "pipe", "folder/new"))
+    old.write_text("Kept.")
+    link.symlink_to(tmp_path / "nothing")
+    os.mkfifo(pipe)
+    for path in (old, link, pipe, new):
+        cli._check_output("--json", path, (), "demo.json")
+    assert old.read_text() == "Kept."
+    assert link.is_symlink()
+    assert not link.exists()
+    assert pipe.is_fifo()
+    assert new.parent.is_dir()
+    assert not new.exists()
 
 
 def test_a_file_that_is_not_a_text_or_too_short(invoke, tmp_path):
@@ -93,21 +174,27 @@ def test_a_file_that_is_not_a_text_or_too_short(invoke, tmp_path):
     assert re.search(r"has \d+ tokens; expected at least 64", output)
 
 
-@pytest.mark.parametrize(("difference", "status"), [(1e-6, 0), (1e-3, 1)])
-def test_the_exit_status_and_the_json_say_whether_it_was_exact(invoke, monkeypatch, tmp_path, difference, status):
+@pytest.mark.parametrize(
+    ("difference", "status", "exact"), [(1e-6, 0, True), (0.0, 0, True), (1e-3, 1, False), (None, 3, None)]
+)
+def test_the_exit_status_and_the_json_say_whether_it_was_exact(
+    invoke, monkeypatch, tmp_path, difference, status, exact
+):
+    same = None if difference is None else True
     experiment = Experiment(
-        [Row(64, "transformers", 2.0, 1.0, 9.0), Row(64, "tilewise", 1.0, 0.5, 3.0, difference, True)]
+        [Row(64, "transformers", 2.0, 1.0, 9.0), Row(64, "tilewise", 1.0, 0.5, 3.0, difference, same)]
     )
     monkeypatch.setattr(show, "demo", lambda *args, **kwargs: experiment)
-    path = tmp_path / "new" / "figures.json"
-    code, output = invoke("demo", "--json", str(path))
+    path, picture = tmp_path / "new" / "figures.json", tmp_path / "other" / "p.svg"
+    code, output = invoke("demo", "--json", str(path), "--plot", str(picture))
     assert code == status
     assert str(path) in output
+    assert picture.parent.is_dir()
     figures = json.loads(path.read_text())
-    assert figures["exact"] is (status == 0)
+    assert figures["exact"] is exact
     assert figures["rows"][1] == {
         "n": 64, "system": "tilewise", "seconds": 1.0, "encode_seconds": 0.5, "peak_mib": 3.0,
-        "max_abs_diff": difference, "tokens_equal": True, "note": "", "tokens": [],
+        "max_abs_diff": difference, "tokens_equal": same, "note": "", "tokens": [],
     }  # fmt: skip
 
 
@@ -119,13 +206,24 @@ def test_the_exit_status_and_the_json_say_whether_it_was_exact(invoke, monkeypat
         ("traceforge_title_model", ["demo"], "tilewise[demo]"),
     ],
 )
-def test_a_missing_extra_is_named_with_the_way_to_install_it(monkeypatch, absent, arguments, install):
+def test_a_missing_extra_is_named_with_the_way_to_install_it(monkeypatch, capsys, absent, arguments, install):
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == absent else find(name, *rest))
     monkeypatch.setattr("sys.argv", ["tilewise", *arguments])
     with pytest.raises(SystemExit) as stopped:
         cli.main()
-    assert f"needs {absent}, not installed here. Install with: pip install '{install}'" in str(stopped.value)
+    assert stopped.value.code == 2
+    assert f"needs {absent}, not installed here. Install with: pip install '{install}'" in capsys.readouterr().err
+
+
+def test_a_run_that_cannot_start_is_not_taken_for_outputs_that_differ(invoke, monkeypatch, tmp_path):
+    def fail(*args, **kwargs):
+        raise RuntimeError("the worker process ended with status 1: no")
+
+    monkeypatch.setattr(show, "demo", fail)
+    code, output = invoke("demo", "--plot", str(tmp_path / "p.png"))
+    assert code == 3
+    assert "the demo could not run: the worker process ended with status 1: no" in output
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")

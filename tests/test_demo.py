@@ -6,12 +6,15 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from rich.console import Console
 
+import tilewise
 from tilewise.demo import experiment as module
 from tilewise.demo import memory, show
 from tilewise.demo.experiment import Experiment, Row, dense_bytes, run
-from tilewise.demo.plot import plot
+from tilewise.demo.model import load_model
+from tilewise.demo.plot import SUFFIXES, plot
 
 
 @pytest.fixture(scope="module")
@@ -64,12 +67,49 @@ def one(difference=1e-6, same=True, seconds=1.0):
         ([one(same=False)], False),
         ([one(), Row(1024, "tilewise", 2.0, 1.0, 5.0), Row(1024, "transformers", note="not run: memory")], True),
         ([one(), Row(1024, "tilewise", note="failed: no")], False),
-        ([Row(512, "tilewise", 2.0, 1.0, 5.0), Row(512, "transformers", note="not run: memory")], False),
-        ([], False),
+        ([Row(512, "tilewise", 2.0, 1.0, 5.0), Row(512, "transformers", note="not run: memory")], None),
+        ([Row(512, "tilewise", note="failed: no"), Row(512, "transformers", 2.0, 1.0, 5.0)], None),
+        ([], None),
     ],
 )
 def test_exact_needs_every_comparison_to_hold_and_one_at_least(rows, exact):
     assert Experiment(rows).exact is exact
+
+
+@pytest.mark.parametrize(("impl", "budget"), [("auto", 1e-3), ("blocked", 60.0), ("reference", float("inf"))])
+def test_check_lets_a_run_through(impl, budget):
+    module.check(impl, budget)
+
+
+def test_the_run_itself_refuses_what_check_refuses(monkeypatch):
+    monkeypatch.setattr(show, "run", lambda *args, **kwargs: pytest.fail("the run started"))
+    for impl, budget, message in (("foo", 9.0, "impl is 'foo'"), ("auto", -5.0, "budget is -5 seconds")):
+        with pytest.raises(ValueError, match=message):
+            show.demo(show.SAMPLE, (96,), new_tokens=4, impl=impl, budget=budget, picture=None)
+
+
+@pytest.mark.parametrize(
+    ("rows", "said"),
+    [
+        ([one()], "Exact"),
+        ([one(0.0)], "Exact"),
+        ([one(1e-3)], "Not exact"),
+        ([Row(512, "tilewise", 2.0, 1.0, 5.0), Row(512, "transformers", note="not run: time")], "Nothing was compared"),
+    ],
+)
+def test_the_conclusion_and_the_title_of_the_picture_agree(monkeypatch, tmp_path, rows, said):
+    titles = []
+    monkeypatch.setattr("matplotlib.figure.Figure.suptitle", lambda self, text, **style: titles.append(text))
+    workers = {"tilewise": {"memory_method": "m"}, "transformers": {"attention": "sdpa"}}
+    console = Console(width=200, file=io.StringIO())
+    result = Experiment(rows, {"workers": workers})
+    show._conclude(console, result)
+    plot(result, tmp_path / "p.png")
+    found = [line for line in console.file.getvalue().splitlines() if line.startswith(("Exact", "Not ", "Nothing"))]
+    assert len(found) == 1
+    assert found[0].startswith(said)
+    title = {"Exact": "same tokens", "Not exact": "NOT the same outputs"}.get(said, "nothing was compared")
+    assert title in titles[0]
 
 
 class Idle:
@@ -134,3 +174,25 @@ def test_the_picture_has_both_systems(tmp_path):
     for colour in ((0xB5, 0x56, 0x2B), (0x1F, 0x6F, 0x78)):
         near = (abs(pixels * 255 - colour) < 8).all(-1)
         assert near.sum() > 200
+
+
+@pytest.mark.parametrize("suffix", [*SUFFIXES, ".PNG"])
+def test_every_suffix_offered_is_written_even_where_nothing_ran(tmp_path, suffix):
+    path = tmp_path / f"p{suffix}"
+    plot(Experiment([Row(512, "transformers", note="not run"), Row(512, "tilewise", note="failed")]), path)
+    assert path.stat().st_size > 1000
+
+
+def test_a_changed_table_is_seen():
+    ids, _ = show.tokens_of(show.SAMPLE, (96,))
+    ids = torch.tensor(ids[:96])[None]
+    model = load_model()
+    with torch.inference_mode():
+        theirs = model.encoder(input_ids=ids).last_hidden_state
+        tilewise.patch(model)
+        before = (model.encoder(input_ids=ids).last_hidden_state - theirs).abs().max()
+        # One number of one head: the key right behind the query.
+        model.encoder.block[0].layer[0].SelfAttention.relative_attention_bias.weight[1, 0] += 1.0
+        after = (model.encoder(input_ids=ids).last_hidden_state - theirs).abs().max()
+    assert before <= module.TOLERANCE
+    assert after > 10 * module.TOLERANCE

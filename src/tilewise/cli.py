@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Annotated, NoReturn
@@ -9,8 +10,8 @@ from typing import Annotated, NoReturn
 __all__ = ["main"]
 
 _DEMO_NEEDS = ("transformers", "tokenizers", "onnx", "matplotlib", "psutil", "traceforge_title_model")
-_BAD_OPTION = 2
-"""Exit status of Click's own refusals too."""
+_DIFFERENT, _BAD_OPTION, _NOT_COMPARED = 1, 2, 3
+"""Exit statuses; Click's own refusals have 2 too."""
 
 
 def main() -> None:
@@ -22,15 +23,43 @@ def main() -> None:
 def _require(what: str, modules: tuple[str, ...], extra: str) -> None:
     missing = [name for name in modules if importlib.util.find_spec(name) is None]
     if missing:
-        sys.exit(
-            f"{what} needs {', '.join(missing)}, not installed here. Install with: pip install 'tilewise[{extra}]'"
-        )
+        _refuse(f"{what} needs {', '.join(missing)}, not installed here. Install with: pip install 'tilewise[{extra}]'")
 
 
 def _refuse(message: str) -> NoReturn:
     """One line on standard error, and the exit status of a command line that cannot be run."""
     print(f"tilewise: {message}", file=sys.stderr)
     sys.exit(_BAD_OPTION)
+
+
+def _check_output(option: str, path: Path, suffixes: tuple[str, ...], usual: str) -> None:
+    """Make the path's folder, and refuse a path that cannot be written; a file that is there keeps what it holds.
+
+    Without `suffixes` any will do; `usual` is the name that a refusal proposes.
+    """
+    found, expected = f"{option} is {str(path)!r}", "expected a file that can be written"
+    try:
+        if path.is_dir():
+            _refuse(f"{found}, a folder; {expected}, such as {str(path / usual)!r}")
+        if suffixes and path.suffix.lower() not in suffixes:
+            proposed = str(path.with_suffix(suffixes[0]))
+            _refuse(f"{found}; expected a name that ends in one of {', '.join(suffixes)}, such as {proposed!r}")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists() and not path.is_file():
+            # A pipe that is opened and closed would end what its reader reads.
+            if not os.access(path, os.W_OK):
+                _refuse(f"{found}; {expected} (Permission denied)")
+            return
+        new = not path.exists()
+        with open(path, "ab"):
+            pass
+        if new:
+            # The path may be a link to a file that is not there yet: the link stays.
+            path.resolve().unlink()
+    except OSError as error:
+        # mkdir says so of a file that is used as a folder.
+        why = "Not a directory" if isinstance(error, FileExistsError) else error.strerror
+        _refuse(f"{found}; {expected} ({why}: {error.filename!r})")
 
 
 def _app():
@@ -44,13 +73,8 @@ def _app():
     def lengths_of(text: str) -> tuple[int, ...]:
         parts = [part.strip().replace("_", "") for part in text.split(",")]
         if not all(part.isdecimal() and int(part) >= 64 for part in parts):
-            raise typer.BadParameter(f"{text!r}; expected numbers of tokens from 64 on, such as 512,1024,2048")
+            _refuse(f"--lengths is {text!r}; expected numbers of tokens from 64 on, such as 512,1024,2048")
         return tuple(sorted({int(part) for part in parts}))
-
-    def writable(path: Path | None) -> Path | None:
-        if path is not None:
-            path.parent.mkdir(parents=True, exist_ok=True)
-        return path
 
     @app.command()
     def demo(
@@ -62,37 +86,45 @@ def _app():
         ] = None,
         lengths: Annotated[str, typer.Option(help="Tokens of the text to read.")] = "512,1024,2048,4096,8192,16384",
         new_tokens: Annotated[int, typer.Option(min=1, max=256, help="Tokens to generate at most.")] = 16,
-        impl: Annotated[str, typer.Option(help="Implementation: auto, triton, blocked or reference.")] = "auto",
+        impl: Annotated[str, typer.Option(help="Implementation: auto, blocked or reference.")] = "auto",
         budget: Annotated[
-            float, typer.Option(help="Seconds; transformers is not started where it would exceed them.")
+            float, typer.Option(help="Seconds, more than 0; transformers is not started where it would exceed them.")
         ] = 170,
-        picture: Annotated[Path, typer.Option("--plot", help="PNG of time and memory.")] = Path("tilewise-demo.png"),
+        picture: Annotated[Path, typer.Option("--plot", help="Picture of time and memory: .png, .pdf, .svg …")] = Path(
+            "tilewise-demo.png"
+        ),
         json_path: Annotated[Path | None, typer.Option("--json", help="Write every figure to this file.")] = None,
     ) -> None:
         """A trained T5 on a long document, as transformers runs it and patched: outputs, time and memory compared.
 
-        The exit status is 1 if the outputs differ.
+        The exit status is 1 if the outputs differ or the patched model failed at a length, 2 if an option is refused,
+        3 if nothing could be compared.
         """
         _require("The demo", _DEMO_NEEDS, "demo")
-        from .demo import show
+        from .demo import plot, show
+        from .demo.experiment import check
 
+        asked = lengths_of(lengths)
+        try:
+            check(impl, budget)
+        except ValueError as error:
+            _refuse(f"--{error}")
+        _check_output("--plot", picture, plot.SUFFIXES, "demo.png")
+        if json_path is not None:
+            _check_output("--json", json_path, (), "demo.json")
         try:
             experiment = show.demo(
-                file or show.SAMPLE,
-                lengths_of(lengths),
-                new_tokens=new_tokens,
-                impl=impl,
-                budget=budget,
-                picture=writable(picture),
+                file or show.SAMPLE, asked, new_tokens=new_tokens, impl=impl, budget=budget, picture=picture
             )
         except ValueError as error:
-            raise typer.BadParameter(str(error)) from None
+            _refuse(str(error))
         except RuntimeError as error:
-            sys.exit(f"The demo could not run: {error}")
+            print(f"tilewise: the demo could not run: {error}", file=sys.stderr)
+            raise typer.Exit(_NOT_COMPARED) from None
         if json_path is not None:
-            writable(json_path).write_text(json.dumps(experiment.as_dict(), indent=1) + "\n")
+            json_path.write_text(json.dumps(experiment.as_dict(), indent=1) + "\n")
             typer.echo(f"Figures: {json_path}")
-        raise typer.Exit(0 if experiment.exact else 1)
+        raise typer.Exit({True: 0, False: _DIFFERENT, None: _NOT_COMPARED}[experiment.exact])
 
     @app.command()
     def info(
@@ -106,8 +138,9 @@ def _app():
 
         try:
             everything = {**facts.environment(), "support": facts.support(device)}
-        except ValueError as error:
-            _refuse(f"--device: {error}")
+        except (ValueError, RuntimeError) as error:
+            # A GPU that is there may still fail, out of memory for one; torch then says more than a line.
+            _refuse(f"--device: {str(error).splitlines()[0]}")
         if as_json:
             typer.echo(json.dumps(everything, indent=1))
         else:

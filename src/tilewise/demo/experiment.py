@@ -14,11 +14,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
+from .. import terms as t
+from ..api import IMPLEMENTATIONS
+from ..info import explain
 from . import memory
 from .worker import SYSTEMS
 
-__all__ = ["LENGTHS", "TOLERANCE", "Experiment", "Row", "dense_bytes", "run"]
+__all__ = ["LENGTHS", "TOLERANCE", "Experiment", "Row", "check", "dense_bytes", "run"]
 
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
 TOLERANCE = 1e-4
@@ -61,14 +65,16 @@ class Experiment:
     environment: dict[str, Any] = field(default_factory=dict)
 
     @property
-    def exact(self) -> bool:
-        """At least one length was compared, every one within :data:`TOLERANCE` and with the same tokens, and tilewise
-        ran at every length."""
+    def exact(self) -> bool | None:
+        """Whether every length that was compared is within :data:`TOLERANCE` and has the same tokens, and tilewise ran
+        at every length; None if no length was compared."""
         ours = [row for row in self.rows if row.system == "tilewise"]
         compared = [row for row in ours if row.max_abs_diff is not None]
+        if not compared:
+            return None
         # A NaN difference is not ≤ the tolerance.
         agree = all(row.max_abs_diff <= TOLERANCE and row.tokens_equal for row in compared)
-        return bool(compared) and agree and all(row.seconds is not None for row in ours)
+        return agree and all(row.seconds is not None for row in ours)
 
     def row(self, n: int, system: str) -> Row | None:
         return next((row for row in self.rows if (row.n, row.system) == (n, system)), None)
@@ -82,6 +88,33 @@ def dense_bytes(n: int) -> int:
     """What transformers needs at its peak for n tokens: the bias of all heads, [6, n, n] in fp32, once as it was
     gathered and once in the order in which the operator takes it."""
     return 2 * 4 * _HEADS * n * n
+
+
+def check(impl: str, budget: float) -> None:
+    """Check what a run needs, before anything is loaded.
+
+    Args:
+        impl: ``"auto"``, or an implementation that can run the demo's model: T5 in fp32 on the CPU.
+        budget: seconds, more than 0.
+
+    Raises:
+        ValueError: naming the argument, the value found and the value expected.
+
+    Example:
+        >>> check("blocked", 60.0)
+    """
+    q = torch.zeros(1, _HEADS, 64, 64)
+    reasons = explain(q, q, q, terms=t.T5(q.new_zeros(32, _HEADS)))
+    able = ", ".join(repr(name) for name in ("auto", *IMPLEMENTATIONS) if not reasons.get(name))
+    if impl not in ("auto", *IMPLEMENTATIONS):
+        raise ValueError(f"impl is {impl!r}; expected one that can run the demo's model, fp32 on the CPU: {able}")
+    if reasons.get(impl):
+        raise ValueError(
+            f"impl is {impl!r}, which cannot run the demo's model: {'; '.join(reasons[impl])}; expected one of {able}"
+        )
+    # NaN is not > 0.
+    if not budget > 0:
+        raise ValueError(f"budget is {budget:g} seconds; expected more than 0")
 
 
 def run(

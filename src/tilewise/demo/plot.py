@@ -4,12 +4,20 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from .experiment import Experiment, dense_bytes
+from .experiment import TOLERANCE, Experiment, dense_bytes
 from .worker import SYSTEMS
 
-__all__ = ["plot"]
+__all__ = ["SUFFIXES", "plot"]
+
+SUFFIXES = (".png", ".pdf", ".svg", ".jpg", ".jpeg", ".webp", ".tif", ".tiff")
+"""Of a picture's file: what matplotlib writes without further programs."""
 
 _COLOURS = {"transformers": "#b5562b", "tilewise": "#1f6f78"}
+_VERDICTS = {
+    True: f"same tokens, encoder within {TOLERANCE:g}",
+    False: "NOT the same outputs",
+    None: "nothing was compared",
+}
 
 
 def plot(experiment: Experiment, path: Path) -> None:
@@ -30,7 +38,9 @@ def plot(experiment: Experiment, path: Path) -> None:
         label = "transformers would need"
         right.plot([row.n for row in missing], needs, "x", color=_COLOURS["transformers"], label=label)
     for axes, title in ((left, "Time, seconds (encode and generate)"), (right, "Peak memory, MiB above the model")):
-        axes.set(xscale="log", yscale="log", xlabel="tokens of the document")
+        # matplotlib cannot draw a logarithmic axis without a number above 0.
+        positive = any(value > 0 for line in axes.lines for value in line.get_ydata())
+        axes.set(xscale="log", yscale="log" if positive else "linear", xlabel="tokens of the document")
         axes.set_title(title, fontsize=11)
         axes.set_xticks(lengths, [f"{n:,}" for n in lengths], minor=False)
         axes.minorticks_off()
@@ -38,7 +48,6 @@ def plot(experiment: Experiment, path: Path) -> None:
         axes.grid(alpha=0.3)
         axes.spines[["top", "right"]].set_visible(False)
         axes.legend(frameon=False)
-    verdict = "same tokens, encoder within 1e-4" if experiment.exact else "NOT the same outputs"
-    figure.suptitle(f"A trained T5 on one long document, fp32 on a CPU: {verdict}", fontsize=12)
+    figure.suptitle(f"A trained T5 on one long document, fp32 on a CPU: {_VERDICTS[experiment.exact]}", fontsize=12)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=130)

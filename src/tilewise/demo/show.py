@@ -12,7 +12,7 @@ from rich.table import Table
 
 from .. import __version__
 from ..info import environment
-from .experiment import TOLERANCE, Experiment, Row, run
+from .experiment import TOLERANCE, Experiment, Row, check, run
 from .model import PREFIX, load_tokenizer
 from .plot import plot
 
@@ -48,7 +48,13 @@ def tokens_of(path: Path, lengths: tuple[int, ...]) -> tuple[list[int], tuple[in
 def demo(
     file: Path, lengths: tuple[int, ...], *, new_tokens: int, impl: str, budget: float, picture: Path | None
 ) -> Experiment:
-    """Run the comparison and show it; the experiment has `environment` filled for ``--json``."""
+    """Run the comparison and show it; the experiment has `environment` filled for ``--json``.
+
+    Raises:
+        ValueError: as :func:`tokens_of` and :func:`tilewise.demo.experiment.check`.
+        RuntimeError: a worker could not load the model.
+    """
+    check(impl, budget)
     console = Console()
     ids, lengths = tokens_of(file, lengths)
     machine = environment()
@@ -135,7 +141,12 @@ def _conclude(console: Console, experiment: Experiment) -> None:
         highlight=False,
         style="dim",
     )
-    if experiment.exact:
+    if experiment.exact is None:
+        console.print(
+            "[b yellow]Nothing was compared[/b yellow]: at no length did both systems run. See the notes above.",
+            highlight=False,
+        )
+    elif experiment.exact:
         console.print(
             f"[b green]Exact[/b green]: the encoder's output within {TOLERANCE:g} of transformers', the same tokens, "
             "wherever both ran.",
