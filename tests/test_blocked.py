@@ -69,7 +69,8 @@ PAIRS = [
     for index, (name, mask) in enumerate(product(CASES, MASKS))
     for shape, dtype in (
         (list(LOW)[index % 2], torch.float32),
-        (list(LOW)[(index // 2) % 2], (torch.bfloat16, torch.float16)[index % 2]),
+        (list(LOW)[(index // 2) % 2], torch.bfloat16),
+        (list(LOW)[(index // 2 + 1) % 2], torch.float16),
     )
 ]
 

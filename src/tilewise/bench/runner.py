@@ -148,6 +148,7 @@ class _Process:
     state: str = "start"
     cell: Cell | None = None
     since: float = field(default_factory=time.monotonic)
+    began_compiling: float | None = None
     killed: str | None = None
     late: bool = False
     postponed: bool = False
@@ -155,6 +156,8 @@ class _Process:
 
     def enter(self, state: str, cell: Cell | None = None) -> None:
         self.state, self.cell, self.since = state, cell, time.monotonic()
+        if state == "compile" and self.began_compiling is None:
+            self.began_compiling = self.since
 
     def kill(self, why: str) -> None:
         self.killed = why
@@ -269,7 +272,12 @@ class _Run:
         allowed = {"start": self.limits.start, "compile": self.limits.compile, "measure": self.limits.measure}
         ready = [p for p in self.alive if p.state == "wait"]
         if not self.patient and ready and not any(p.state == "measure" for p in self.alive):
-            if all(time.monotonic() - p.since > self.limits.patience for p in ready):
+            # What has not begun to compile has its own limit (`start`), and a compiler gets all of the patience.
+            busy = [p for p in self.alive if p.state in ("start", "compile") and p.killed is None]
+            begun = [p.began_compiling for p in busy]
+            if None not in begun and all(
+                time.monotonic() - at > self.limits.patience for at in (*begun, *(p.since for p in ready))
+            ):
                 self.postpone()
         for process in self.alive:
             limit = allowed.get(process.state)
@@ -280,7 +288,7 @@ class _Run:
     def postpone(self) -> None:
         """Stop what still compiles, so that the others can be measured."""
         for process in self.alive:
-            if process.state in ("start", "compile") and process.killed is None:
+            if process.state == "compile" and process.killed is None:
                 process.postponed = True
                 process.kill("postponed")
                 what = process.kind if process.cell is None else f"{process.cell.case} {process.cell.system}"
