@@ -1,7 +1,7 @@
 # make demo [FILE=text] and make test set up .venv by themselves. The first run downloads the locked packages.
 
-PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
-	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null && echo $$p && break; done)
+PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; do \
+	$$p -c 'import sys; sys.exit(sys.version_info[:2] < (3, 11))' 2>/dev/null && echo $$p && break; done)
 BIN := .venv/bin
 # FILE as one word of the shell, whatever characters it has.
 TEXT = '$(subst ','\'',$(value FILE))'
@@ -20,7 +20,7 @@ lint: setup
 	$(BIN)/ruff format --check .
 
 setup:
-	@test -n "$(PYTHON)" || { echo "No Python 3.11, 3.12 or 3.13 was found. Name one: make PYTHON=/path/to/python3"; exit 2; }
+	@test -n "$(PYTHON)" || { echo "No Python 3.11 or later was found. Name one: make PYTHON=/path/to/python3"; exit 2; }
 	@$(PYTHON) tools/setup_env.py
 
 clean:
