@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
+import psutil
 import torch
 import transformers
 import typer
@@ -208,7 +209,8 @@ def main(
         for n in lengths:
             gib = 4 * bench.dense * n * n / 2**30
             x = torch.randn(1, n, HIDDEN).requires_grad_()
-            fits = gib <= 2.5
+            # Hugging Face's dense tensors of a training step are alive four at a time.
+            fits = 4 * gib < psutil.virtual_memory().available / 2**30
             error = difference(bench, x) if fits else None
             systems = {"host": bench.host, "ours": bench.ours, "floor": bench.floor}
             if not fits:
