@@ -107,9 +107,8 @@ def test_no_file_is_longer_than_400_lines_and_each_says_what_lives_there(path):
 
 def test_the_lock_pins_everything_that_the_package_asks_for():
     lines = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if not line.startswith("#")]
-    assert all(re.fullmatch(r"[A-Za-z0-9._-]+==[^\s;+]+(; platform_system == \"Linux\")?", line) for line in lines), (
-        lines
-    )
+    marker = r"platform_system == \"Linux\"|python_version < \"3\.14\""
+    assert all(re.fullmatch(rf"[A-Za-z0-9._-]+==[^\s;+]+(; ({marker}))?", line) for line in lines), lines
     normal = lambda name: re.sub(r"[-_.]+", "-", name).lower()  # noqa: E731
     pinned = {normal(line.split("==")[0]) for line in lines}
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -165,7 +164,18 @@ def test_with_a_gpu_the_usual_build_is_taken(setup_env, monkeypatch):
 
 def test_an_old_python_is_refused_with_the_way_out(setup_env, monkeypatch):
     monkeypatch.setattr(setup_env.sys, "version_info", (3, 10, 4))
-    with pytest.raises(
-        SystemExit, match=r"Python is 3\.10\.4 .*expected 3\.11, 3\.12 or 3\.13.*make PYTHON=python3\.12"
-    ):
+    with pytest.raises(SystemExit, match=r"Python is 3\.10\.4 .*expected 3\.11 or later.*make PYTHON=python3\.12"):
         setup_env.main()
+
+
+@pytest.mark.parametrize("version", [(3, 11, 0), (3, 13, 9), (3, 14, 0), (3, 15, 1)])
+def test_every_later_python_gets_the_model_of_the_demo(setup_env, monkeypatch, tmp_path, version):
+    monkeypatch.setattr(setup_env.sys, "version_info", version)
+    monkeypatch.setattr(setup_env, "STAMP", tmp_path / "ready")
+    monkeypatch.setattr(setup_env, "has_gpu", lambda: False)
+    monkeypatch.setattr(setup_env, "environment_python", lambda: Path(sys.executable))
+    setup_env.main()
+    apart = [c for c in setup_env.commands if "--ignore-requires-python" in c]
+    assert len(apart) == (version >= (3, 14))
+    assert all("traceforge-title-model==0.2.0 " in command for command in apart)
+    assert (tmp_path / "ready").exists()
