@@ -121,7 +121,7 @@ def test_the_lock_pins_everything_that_the_package_asks_for():
 
 
 @pytest.fixture
-def setup_env(monkeypatch):
+def setup_env(monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(str(ROOT / "tools"))
     module = importlib.import_module("setup_env")
     commands, failing = [], []
@@ -132,6 +132,7 @@ def setup_env(monkeypatch):
 
     monkeypatch.setattr(module, "run", run)
     monkeypatch.setattr(module, "installed", lambda python: None)
+    monkeypatch.setattr(module, "VENV", tmp_path)
     monkeypatch.setattr(module.sys, "platform", "linux")
     module.commands, module.failing = commands, failing
     return module
@@ -139,27 +140,37 @@ def setup_env(monkeypatch):
 
 def test_without_a_gpu_the_cpu_build_is_taken_from_wherever_it_is_found(setup_env, monkeypatch, capsys):
     monkeypatch.setattr(setup_env, "has_gpu", lambda: False)
-    setup_env.install_torch("python")
+    assert setup_env.install_torch("python") == setup_env.LOCK
     assert len(setup_env.commands) == 1
     assert "torch==2.13.0+cpu" in setup_env.commands[0]
 
     setup_env.commands.clear()
     setup_env.failing[:] = ["+cpu"]
-    setup_env.install_torch("python")
+    assert setup_env.install_torch("python") == setup_env.LOCK
     assert "--torch-backend=cpu" in setup_env.commands[-1]
     assert "torch==2.13.0" in setup_env.commands[-1]
 
     setup_env.failing[:] = ["+cpu", "uv"]
-    setup_env.install_torch("python")
+    assert "triton" not in setup_env.install_torch("python").read_text()
     assert "torch-backend" not in setup_env.commands[-1]
     assert "several gigabytes" in capsys.readouterr().out
 
 
 def test_with_a_gpu_the_usual_build_is_taken(setup_env, monkeypatch):
     monkeypatch.setattr(setup_env, "has_gpu", lambda: True)
-    setup_env.install_torch("python")
+    lock = setup_env.install_torch("python")
     assert len(setup_env.commands) == 1
-    assert setup_env.commands[0].endswith("torch==2.13.0 --disable-pip-version-check")
+    assert setup_env.commands[0].endswith(f"-c {lock} torch==2.13.0 --disable-pip-version-check")
+    # That build requires a triton of its own, which the CPU build's lock would forbid.
+    lines = setup_env.LOCK.read_text().splitlines()
+    assert [line for line in lines if line not in lock.read_text()] == ['triton==3.8.0; platform_system == "Linux"']
+
+
+@pytest.mark.parametrize(("build", "locked"), [("2.13.0+cpu", True), ("2.13.0", False), ("2.13.0+cu130", False)])
+def test_an_installed_torch_stays_and_chooses_the_lock(setup_env, monkeypatch, build, locked):
+    monkeypatch.setattr(setup_env, "installed", lambda python: f"torch=={build}")
+    assert ("triton==" in setup_env.install_torch("python").read_text()) is locked
+    assert setup_env.commands == []
 
 
 def test_an_old_python_is_refused_with_the_way_out(setup_env, monkeypatch):

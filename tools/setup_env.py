@@ -20,7 +20,7 @@ UV = "uv==0.13.9"
 
 
 def main() -> None:
-    if sys.version_info[:2] < (3, 11):
+    if sys.version_info < (3, 11):  # noqa: UP036 - it runs before pip checks the version
         found = ".".join(map(str, sys.version_info[:3]))
         sys.exit(f"Python is {found} ({sys.executable}); expected 3.11 or later. Choose one: make PYTHON=python3.12")
     fingerprint = current_fingerprint()
@@ -30,9 +30,9 @@ def main() -> None:
     if not python.exists():
         say("making a virtual environment in .venv")
         create()
-    install_torch(python)
+    lock = install_torch(python)
     say("installing the locked packages")
-    pip(python, "install", "--no-deps", "-r", LOCK)
+    pip(python, "install", "--no-deps", "-r", lock)
     if sys.version_info >= (3, 14):
         # The demo's model is data in a wheel; only its metadata stops at Python 3.13.
         pip(python, "install", "--no-deps", "--ignore-requires-python", locked("traceforge-title-model"))
@@ -63,26 +63,38 @@ def create() -> None:
         )
 
 
-def install_torch(python: Path) -> None:
-    """The locked version: its CPU build on a Linux machine without an NVIDIA GPU, the usual build elsewhere."""
+def install_torch(python: Path) -> Path:
+    """The locked version: its CPU build on a Linux machine without an NVIDIA GPU, the usual build elsewhere.
+
+    Returns:
+        The lock for all other packages: the usual build for Linux asks for one version of triton, which then stays.
+    """
     wanted = locked("torch")
-    if installed(python) == wanted:
-        return
-    if sys.platform != "linux" or has_gpu():
+    if (found := installed(python)) is not None and found.split("+")[0] == wanted:
+        return LOCK if found.endswith("+cpu") else without_triton()
+    if sys.platform == "linux" and not has_gpu():
+        say(f"installing {wanted}, CPU build")
+        if pip(python, "install", "-q", "-c", LOCK, f"{wanted}+cpu", check=False):
+            return LOCK
+        # pip's index has the CUDA build alone; uv knows where torch's other builds are.
+        say(f"pip is not configured with a CPU build; trying {UV}")
+        uv = (python, "-m", "uv", "pip", "install", "--python", python, "--torch-backend=cpu", "-c", LOCK, wanted)
+        if pip(python, "install", "-q", UV, check=False) and run(*uv, check=False):
+            return LOCK
+        say("no CPU build was found: installing the usual one, several gigabytes with its CUDA libraries")
+    else:
         say(f"installing {wanted}")
-        pip(python, "install", "-c", LOCK, wanted)
-        return
-    say(f"installing {wanted}, CPU build")
-    if pip(python, "install", "-q", "-c", LOCK, f"{wanted}+cpu", check=False):
-        return
-    # pip's index has the CUDA build alone; uv knows where torch's other builds are.
-    say(f"pip is not configured with a CPU build; trying {UV}")
-    if pip(python, "install", "-q", UV, check=False) and run(
-        python, "-m", "uv", "pip", "install", "--python", python, "--torch-backend=cpu", "-c", LOCK, wanted, check=False
-    ):
-        return
-    say("no CPU build was found: installing the usual one, several gigabytes with its CUDA libraries")
-    pip(python, "install", "-c", LOCK, wanted)
+    lock = without_triton()
+    pip(python, "install", "-c", lock, wanted)
+    return lock
+
+
+def without_triton() -> Path:
+    """A copy of the lock that leaves the version of triton to torch."""
+    path = VENV / "lock-without-triton.txt"
+    lines = LOCK.read_text().splitlines(keepends=True)
+    path.write_text("".join(line for line in lines if not line.startswith("triton==")))
+    return path
 
 
 def locked(package: str) -> str:
@@ -92,8 +104,8 @@ def locked(package: str) -> str:
 
 
 def installed(python: Path) -> str | None:
-    """torch as the lock writes it, without the name of its build; None if it is not there."""
-    code = "from importlib.metadata import version; print(version('torch').split('+')[0])"
+    """``torch==version``, the build's name with it; None if it is not there."""
+    code = "from importlib.metadata import version; print(version('torch'))"
     found = subprocess.run([python, "-c", code], capture_output=True, text=True)
     return f"torch=={found.stdout.strip()}" if found.returncode == 0 else None
 
