@@ -150,16 +150,20 @@ class Mask:
         return replace(self, **{n: None if t is None else t.to(device, non_blocking=True) for n, t in parts.items()})
 
     def check(self, B: int, H: int, Tq: int, Tk: int) -> None:
-        """Raise ValueError naming the part whose shape or values do not fit attention of these sizes."""
+        """Raise ValueError or TypeError naming the part that does not fit attention of these sizes."""
+        if self.left < 0 or self.right < 0:
+            raise ValueError(f"mask.left and mask.right are {self.left} and {self.right}; expected two numbers ≥ 0")
         parts = (
-            ("bounds", self.bounds, ((1, B), (1, Tq), (2,))),
-            ("keys", self.keys, ((B,), (Tk,))),
-            ("dense", self.dense, ((1, B), (1, H), (Tq,), (Tk,))),
+            ("bounds", self.bounds, torch.int32, ((1, B), (1, Tq), (2,))),
+            ("keys", self.keys, torch.bool, ((B,), (Tk,))),
+            ("dense", self.dense, torch.bool, ((1, B), (1, H), (Tq,), (Tk,))),
         )
-        for name, tensor, sizes in parts:
-            if tensor is not None and (
-                tensor.dim() != len(sizes) or any(n not in s for n, s in zip(tensor.shape, sizes, strict=True))
-            ):
+        for name, tensor, dtype, sizes in parts:
+            if tensor is None:
+                continue
+            if tensor.dtype != dtype:
+                raise TypeError(f"mask.{name} is {tensor.dtype}; expected {dtype}, as Mask's class methods make it")
+            if tensor.dim() != len(sizes) or any(n not in s for n, s in zip(tensor.shape, sizes, strict=True)):
                 wanted = ", ".join(" or ".join(map(str, dict.fromkeys(s))) for s in sizes)
                 raise ValueError(f"mask.{name} has shape {tuple(tensor.shape)}; expected [{wanted}]")
         if self.bounds is not None and self.bounds.device.type == "cpu" and not _compiling() and self.bounds.numel():
