@@ -35,6 +35,19 @@ WRONG = {
     "dtypes": (dict(k=torch.randn(2, 4, 10, 8).half()), TypeError, "k is torch.float16; expected torch.float32, as q"),
     "devices": (dict(k=torch.randn(2, 4, 10, 8, device="meta")), ValueError, "k is on meta; expected cpu, where q is"),
     "no term": (dict(terms=[3]), TypeError, "terms has a int; expected Scalar, OnQuery"),
+    "options": (dict(options="keep"), TypeError, r"options is a str; expected Options, such as Options\(skew='memory'\)"),
+    "no such skew": (
+        dict(options=lambda: tw.Options(skew="global")), ValueError,
+        "options.skew is 'global'; expected 'auto', 'shared' or 'memory'",
+    ),
+    "keep on a CPU": (
+        dict(options=tw.Options(projections="keep")), tw.Unsupported,
+        r"'keep', which impl='triton' alone can do; impl='triton' cannot either: q is on cpu; .* Without these options",
+    ),
+    "skew on a CPU": (
+        dict(options=tw.Options(skew="memory"), impl="blocked"), tw.Unsupported,
+        "options.skew is 'memory', a choice of impl='triton' alone",
+    ),
     "few rows": (
         dict(terms=lambda: tw.Scalar(torch.randn(4, 5), tw.t5_buckets())), ValueError,
         "Scalar.table has 5 rows; expected at least 32, which its map t5:32:128:1 needs",
@@ -112,6 +125,9 @@ WRONG = {
     ),
     "broken lengths": (dict(mask=lambda: tw.Mask.lengths([3.7, 4.0])), TypeError, "lengths are torch.float32; expected integers"),
     "huge lengths": (dict(mask=lambda: tw.Mask.lengths(torch.tensor([2**32 + 3, 4]))), ValueError, "lengths reach 4294967299; expected numbers below"),
+    "bare window": (dict(mask=tw.Mask(left=-5)), ValueError, r"mask.left and mask.right are -5 and 1073741824; expected two numbers ≥ 0"),
+    "bare keys": (dict(mask=tw.Mask(keys=torch.ones(2, 10))), TypeError, r"mask.keys is torch.float32; expected torch.bool, as Mask's class methods"),
+    "bare bounds": (dict(mask=tw.Mask(bounds=torch.zeros(2, 1, 2))), TypeError, r"mask.bounds is torch.float32; expected torch.int32"),
     "broken window": (dict(mask=lambda: tw.Mask.window(1.5)), TypeError, r"window is \(1.5, 0\); expected two integers"),
     "broken offset": (dict(offset=1.5), TypeError, "offset is 1.5; expected an integer"),
     "huge offset": (dict(offset=2**70), TypeError, "offset is 1180591620717411303424; expected an integer of 62 bits"),

@@ -22,7 +22,7 @@ def operator_arguments(case, sizes, dtype, mask=None, dropout_p=0.0, layout=lamb
     tensors = [t for port in ports for t in port.tensors]
     return (
         content, x["k"], x["v"], tensors, mask.bounds, mask.keys, mask.dense, seed, spec_of(ports), case.scale(sizes.d),
-        sizes.Tk - sizes.Tq, mask.left, mask.right, dropout_p, "blocked",
+        sizes.Tk - sizes.Tq, mask.left, mask.right, dropout_p, tw.Options().spec, "blocked",
     )  # fmt: skip
 
 
@@ -51,10 +51,11 @@ def test_opcheck(name, dtype, sizes, layout, dropout_p):
     masks = tw.Mask.lengths([max(sizes.Tk - 3, 0), sizes.Tk]) & tw.Mask.window(6, 2)
     arguments = operator_arguments(CASES[name], sizes, dtype, masks, dropout_p, layout)
     assert set(torch.library.opcheck(FWD, arguments).values()) == {"SUCCESS"}
-    o, lse = FWD(*arguments)
+    o, lse, kept = FWD(*arguments)
+    assert kept.numel() == 0
     need = [True] * (3 + len(arguments[3]))
     for wanted in (need, [False, *need[1:-1], False]):
-        outcome = torch.library.opcheck(BWD, (torch.randn_like(o), None, o, lse, wanted, *arguments))
+        outcome = torch.library.opcheck(BWD, (torch.randn_like(o), None, o, lse, kept, wanted, *arguments))
         assert set(outcome.values()) == {"SUCCESS"}
 
 

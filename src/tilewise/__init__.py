@@ -1,6 +1,7 @@
 """Exact fused attention for the models that FlashAttention leaves behind."""
 
-from .api import Unsupported, attention, why_not
+from .api import attention, why_not
+from .call import Options, Unsupported
 from .info import explain
 from .mask import Mask
 from .rows import RowMap, clipped, compact, deberta_buckets, explicit, identity, t5_buckets, windowed
@@ -25,7 +26,7 @@ from .terms import (
 __version__ = "0.1.0"
 __all__ = [
     "T5", "VITS", "ALiBi", "DeBERTa", "DeBERTaV1", "Inkling", "MPNet", "Mask", "OnKey", "OnQuery", "OnValue",
-    "QueryBias", "RowMap", "Scalar", "Shaw", "TransformerXL", "Unsupported", "WavLM", "attention", "clipped",
+    "Options", "QueryBias", "RowMap", "Scalar", "Shaw", "TransformerXL", "Unsupported", "WavLM", "attention", "clipped",
     "compact", "deberta_buckets", "explain", "explicit", "identity", "patch", "t5_buckets", "unpatch", "why_not",
     "windowed",
 ]  # fmt: skip

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from .call import Call
+from .call import Call, Options, Unsupported
 from .mask import Mask
 from .ops import attend
 from .reference import attention_reference
@@ -23,10 +23,6 @@ IMPLEMENTATIONS = ("triton", "blocked", "reference")
 _HUGE = 1e300
 
 
-class Unsupported(ValueError):
-    """The implementation asked for cannot run this call; the message has the reasons and a call that would run."""
-
-
 def attention(
     q: Tensor,
     k: Tensor,
@@ -39,6 +35,7 @@ def attention(
     dropout_p: float = 0.0,
     empty_rows: str = "zero",
     impl: str = "auto",
+    options: Options | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Exact attention with relative-position terms, in memory linear in the lengths, forward and backward.
@@ -60,6 +57,7 @@ def attention(
         empty_rows: what a query that sees no key gives. ``"zero"``: 0, and no gradient. ``"uniform"``: the mean of all
             values, as Hugging Face's finite masks do, with a gradient to v alone.
         impl: ``"auto"``, ``"triton"``, ``"blocked"`` or ``"reference"``. A name never falls back to another.
+        options: :class:`~tilewise.Options` that force a choice of the kernels; None leaves all to them.
         return_lse: also return lse [B, H, Tq], the natural log of each row's sum (fp32, fp64 for fp64 inputs;
             −∞ for a row without keys), differentiable, with which partial attentions can be merged.
 
@@ -68,7 +66,7 @@ def attention(
 
     Raises:
         ValueError, TypeError: naming the argument, the value found and the value expected.
-        Unsupported: `impl` names an implementation that cannot run the call.
+        Unsupported: `impl` names an implementation that cannot run the call, or `options` force what it cannot do.
 
     Example:
         >>> q = k = v = torch.randn(1, 6, 100, 64)
@@ -99,10 +97,13 @@ def attention(
         raise ValueError(f"dropout_p is {dropout_p}; expected 0 ≤ dropout_p < 1")
     if empty_rows not in ("zero", "uniform"):
         raise ValueError(f"empty_rows is {empty_rows!r}; expected 'zero' or 'uniform'")
+    options = Options() if options is None else options
+    if not isinstance(options, Options):
+        raise TypeError(f"options is a {type(options).__name__}; expected Options, such as Options(skew='memory')")
     content, ports = lower(q, terms)
     _check_ports(q, v.shape[3], ports, offset, Tk)
     seed = torch.randint(2**62, (1,), device=q.device) if dropout_p > 0.0 else None
-    call = Call(content, k, v, tuple(ports), mask, scale, offset, dropout_p, seed)
+    call = Call(content, k, v, tuple(ports), mask, scale, offset, dropout_p, seed, options)
 
     chosen = _choose(call, impl)
     if chosen == "reference":
@@ -126,16 +127,29 @@ def why_not(impl: str, call: Call) -> list[str]:
 
         return triton.why_not(call)
     if impl in ("blocked", "reference"):
-        return []
+        return _forced(call.options)
     raise ValueError(f"impl is {impl!r}; expected 'auto', {', '.join(map(repr, IMPLEMENTATIONS))}")
 
 
 def _choose(call: Call, impl: str) -> str:
     if impl == "auto":
-        return "triton" if call.q.device.type == "cuda" and not why_not("triton", call) else "blocked"
+        impl = "triton" if call.q.device.type == "cuda" and not why_not("triton", call) else "blocked"
     if reasons := why_not(impl, call):
-        raise Unsupported(f"impl={impl!r} cannot run this call: {'; '.join(reasons)}. impl='blocked' runs it.")
+        if impl != "triton" and (others := why_not("triton", call)):
+            reasons.append(f"impl='triton' cannot either: {'; '.join(others)}")
+        runs = "Without these options it runs." if _forced(call.options) else "impl='blocked' runs it."
+        raise Unsupported(f"impl={impl!r} cannot run this call: {'; '.join(reasons)}. {runs}")
     return impl
+
+
+def _forced(options: Options) -> list[str]:
+    """What of the options only the Triton kernels can do."""
+    reasons = []
+    if options.skew != "auto":
+        reasons.append(f"options.skew is {options.skew!r}, a choice of impl='triton' alone")
+    if options.projections == "keep":
+        reasons.append("options.projections is 'keep', which impl='triton' alone can do")
+    return reasons
 
 
 def _autocasting(q: Tensor) -> bool:

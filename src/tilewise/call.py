@@ -2,14 +2,62 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from torch import Tensor
 
 from .mask import Mask
 from .terms import Port
 
-__all__ = ["Call"]
+__all__ = ["Call", "Options", "Unsupported"]
+
+
+class Unsupported(ValueError):
+    """The implementation asked for cannot run this call; the message has the reasons and a call that would run."""
+
+
+_CHOICES = {"skew": ("auto", "shared", "memory"), "projections": ("auto", "keep", "recompute")}
+
+
+@dataclass(frozen=True)
+class Options:
+    """How the kernels compute a call; what they compute stays the same. ``"auto"`` leaves a choice to them.
+
+    Attributes:
+        skew: where a query term with an identity map (Transformer-XL) is shifted into place. ``"shared"`` memory, with
+            which a call takes memory linear in the lengths (Hopper GPUs), or device ``"memory"``, N² a head with the
+            heads in turn (any GPU). Auto: shared where it can be.
+        projections: products of q and k with the tables' rows that the forward made are kept for the backward
+            (``"keep"``) or made again (``"recompute"``). Auto: kept where they take no more memory than q, k, v and O.
+            Where no gradient will be asked for, nothing is kept.
+
+    Raises:
+        ValueError: a value that is none of these.
+
+    Example:
+        >>> q = torch.zeros(1, 2, 16, 8)
+        >>> attention(q, q, q, options=Options(projections="recompute")).shape
+        torch.Size([1, 2, 16, 8])
+    """
+
+    skew: str = "auto"
+    projections: str = "auto"
+
+    def __post_init__(self) -> None:
+        for name, choices in _CHOICES.items():
+            if getattr(self, name) not in choices:
+                expected = ", ".join(map(repr, choices[:-1]))
+                raise ValueError(f"options.{name} is {getattr(self, name)!r}; expected {expected} or {choices[-1]!r}")
+
+    @property
+    def spec(self) -> str:
+        """The values as text; :meth:`of` gives the options back."""
+        return ",".join(getattr(self, field.name) for field in fields(self))
+
+    @classmethod
+    def of(cls, spec: str) -> Options:
+        """Inverse of :attr:`spec`."""
+        return cls(*spec.split(","))
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,6 +71,7 @@ class Call:
         scale: τ.
         offset: the position of query 0 relative to key 0, so that δ = i + offset − j.
         dropout_p, seed: see :mod:`tilewise.dropout`; seed is an int64 tensor [1] on q's device, or None.
+        options: how to compute it.
     """
 
     q: Tensor
@@ -34,6 +83,7 @@ class Call:
     offset: int
     dropout_p: float = 0.0
     seed: Tensor | None = None
+    options: Options = Options()
 
     @property
     def tensors(self) -> list[Tensor]:

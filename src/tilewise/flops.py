@@ -38,8 +38,9 @@ def _forward(q_shape, k_shape, v_shape, *args, out_shape=None, **kwargs) -> int:
 
 
 def _backward(
-    do_shape, dlse_shape, o_shape, lse_shape, need, q_shape, k_shape, v_shape, *args, out_shape=None, **kwargs
-) -> int:
+    do_shape, dlse_shape, o_shape, lse_shape, kept_shape, need, q_shape, k_shape, v_shape, *args, out_shape=None,
+    **kwargs,
+) -> int:  # fmt: skip
     """S, dQ and dK cost d a score, dP and dV d_v."""
     return 2 * prod(q_shape[:3]) * k_shape[2] * (3 * q_shape[3] + 2 * v_shape[3])
 

@@ -6,10 +6,12 @@ serve every mechanism and a new length or a new map recompiles nothing. Implemen
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
-from .call import Call
+from .call import Call, Options
 from .flops import register_when_counted
 from .mask import Mask
 from .terms import ports_of
@@ -18,19 +20,19 @@ __all__ = ["attend"]
 
 _CALL = (
     "Tensor q, Tensor k, Tensor v, Tensor[] tensors, Tensor? bounds, Tensor? keys, Tensor? dense, Tensor? seed, "
-    "str spec, float scale, SymInt offset, SymInt left, SymInt right, float dropout_p, str impl"
+    "str spec, float scale, SymInt offset, SymInt left, SymInt right, float dropout_p, str options, str impl"
 )
 _lib = torch.library.Library("tilewise", "FRAGMENT")
-_lib.define(f"attn_fwd({_CALL}) -> (Tensor, Tensor)")
+_lib.define(f"attn_fwd({_CALL}) -> (Tensor, Tensor, Tensor)")
 _lib.define(
-    f"attn_bwd(Tensor do, Tensor? dlse, Tensor o, Tensor lse, bool[] need, {_CALL}) "
+    f"attn_bwd(Tensor do, Tensor? dlse, Tensor o, Tensor lse, Tensor kept, bool[] need, {_CALL}) "
     "-> (Tensor, Tensor, Tensor, Tensor[])"
 )
 
 
-def _call(q, k, v, tensors, bounds, keys, dense, seed, spec, scale, offset, left, right, dropout_p) -> Call:
+def _call(q, k, v, tensors, bounds, keys, dense, seed, spec, scale, offset, left, right, dropout_p, options) -> Call:
     mask = Mask(int(left), int(right), bounds, keys, dense)
-    return Call(q, k, v, tuple(ports_of(spec, tensors)), mask, scale, int(offset), dropout_p, seed)
+    return Call(q, k, v, tuple(ports_of(spec, tensors)), mask, scale, int(offset), dropout_p, seed, Options.of(options))
 
 
 def _implementation(name: str):
@@ -48,6 +50,14 @@ def _outputs(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     return q.new_empty((B, Tq, H, v.shape[-1])).transpose(1, 2), q.new_empty((B, H, Tq), dtype=lse)
 
 
+def _kept(call: Call, impl: str) -> Tensor:
+    """Room for what the forward keeps for the backward, empty where that is nothing."""
+    if impl != "triton" or call.options.projections == "recompute" or not call.ports:
+        return call.q.new_empty(0)
+    count, dtype = _implementation(impl).kept(call)
+    return call.q.new_empty(count, dtype=dtype)
+
+
 def _gradients(q: Tensor, k: Tensor, v: Tensor, tensors: list[Tensor], need: list[bool]) -> list[Tensor]:
     """One buffer a gradient; an empty one where nobody asked."""
     return [
@@ -59,17 +69,18 @@ def _forward(*args):
     *args, impl = args
     call = _call(*args)
     o, lse = _outputs(call.q, call.v)
+    kept = _kept(call, impl)
     if o.numel():
-        _implementation(impl).forward(call, o, lse)
-    return o, lse
+        _implementation(impl).forward(call, o, lse, *((kept,) if kept.numel() else ()))
+    return o, lse, kept
 
 
-def _backward(do, dlse, o, lse, need, *args):
+def _backward(do, dlse, o, lse, kept, need, *args):
     *args, impl = args
     call = _call(*args)
     grads = _gradients(call.q, call.k, call.v, call.tensors, need)
     if o.numel():
-        _implementation(impl).backward(call, do, dlse, o, lse, need, grads)
+        _implementation(impl).backward(call, do, dlse, o, lse, need, grads, *((kept,) if kept.numel() else ()))
     else:
         for grad in grads:
             grad.zero_()
@@ -81,12 +92,14 @@ _lib.impl("attn_bwd", _backward, "CompositeExplicitAutograd")
 
 
 @torch.library.register_fake("tilewise::attn_fwd", lib=_lib)
-def _(q, k, v, *rest):
-    return _outputs(q, v)
+def _(q, k, v, tensors, bounds, keys, dense, seed, spec, scale, offset, left, right, dropout_p, options, impl):
+    # No mask changes a size, and the offset stays symbolic.
+    call = Call(q, k, v, tuple(ports_of(spec, tensors)), Mask(), scale, offset, options=Options.of(options))
+    return *_outputs(q, v), _kept(call, impl)
 
 
 @torch.library.register_fake("tilewise::attn_bwd", lib=_lib)
-def _(do, dlse, o, lse, need, q, k, v, tensors, *rest):
+def _(do, dlse, o, lse, kept, need, q, k, v, tensors, *rest):
     grads = _gradients(q, k, v, tensors, need)
     return *grads[:3], grads[3:]
 
@@ -112,26 +125,21 @@ class _NotTwice(torch.autograd.Function):
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, bounds, keys, dense, seed, static, *tensors):
-        spec, scale, offset, left, right, dropout_p, impl = static
-        o, lse = torch.ops.tilewise.attn_fwd(
-            q, k, v, tensors, bounds, keys, dense, seed, spec, scale, offset, left, right, dropout_p, impl
-        )
-        ctx.save_for_backward(q, k, v, o, lse, bounds, keys, dense, seed, *tensors)
+        o, lse, kept = torch.ops.tilewise.attn_fwd(q, k, v, tensors, bounds, keys, dense, seed, *static)
+        ctx.save_for_backward(q, k, v, o, lse, kept, bounds, keys, dense, seed, *tensors)
         ctx.static = static
         ctx.set_materialize_grads(False)
         return o, lse
 
     @staticmethod
     def backward(ctx, do, dlse):
-        q, k, v, o, lse, bounds, keys, dense, seed, *tensors = ctx.saved_tensors
-        spec, scale, offset, left, right, dropout_p, impl = ctx.static
+        q, k, v, o, lse, kept, bounds, keys, dense, seed, *tensors = ctx.saved_tensors
         need = [*ctx.needs_input_grad[:3], *ctx.needs_input_grad[8:]]
         do = torch.zeros_like(o) if do is None else do
         with torch.no_grad():
             dq, dk, dv, dtensors = torch.ops.tilewise.attn_bwd(
-                do, dlse, o, lse, need, q, k, v, tensors, bounds, keys, dense, seed, spec, scale, offset, left, right,
-                dropout_p, impl,
-            )  # fmt: skip
+                do, dlse, o, lse, kept, need, q, k, v, tensors, bounds, keys, dense, seed, *ctx.static
+            )
         grads = [g if wanted else None for g, wanted in zip((dq, dk, dv, *dtensors), need, strict=True)]
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             # torch's once_differentiable only refuses where `do` needs a gradient; elsewhere it drops terms silently.
@@ -141,8 +149,10 @@ class _Attention(torch.autograd.Function):
 
 def attend(call: Call, spec: str, impl: str) -> tuple[Tensor, Tensor]:
     """O and lse of a checked call by the implementation named `impl`, differentiable once in every tensor."""
-    mask = call.mask
-    static = (spec, call.scale, call.offset, mask.left, mask.right, call.dropout_p, impl)
+    mask, options = call.mask, call.options
+    if not (torch.is_grad_enabled() and any(x.requires_grad for x in (call.q, call.k, call.v, *call.tensors))):
+        options = replace(options, projections="recompute")
+    static = (spec, call.scale, call.offset, mask.left, mask.right, call.dropout_p, options.spec, impl)
     # Dynamo refuses an autograd.Function that is given one tensor twice.
     q, k, v, *tensors = _distinct([call.q, call.k, call.v, *call.tensors])
     return _Attention.apply(q, k, v, mask.bounds, mask.keys, mask.dense, call.seed, static, *tensors)

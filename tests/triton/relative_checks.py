@@ -2,14 +2,23 @@
 
 import torch
 
-from tilewise import Mask, triton
+from tilewise import Mask, Options, triton
 from tilewise.call import Call
 from tilewise.reference import attention_reference
 from tilewise.terms import Port, flatten, lower
 from tilewise.testing import CASES, MASKS, Sizes, error_budget
 
 
-def call_of(case: str, sizes: Sizes, mask: str, dtype, device, dropout: float = 0.0, seed: int = 0) -> Call:
+def call_of(
+    case: str,
+    sizes: Sizes,
+    mask: str,
+    dtype,
+    device,
+    dropout: float = 0.0,
+    seed: int = 0,
+    options: Options | None = None,
+) -> Call:
     """The lowered call of a case; `mask` names an entry of MASKS."""
     case = CASES[case]
     inputs = case.inputs(sizes, dtype, device, seed)
@@ -19,7 +28,7 @@ def call_of(case: str, sizes: Sizes, mask: str, dtype, device, dropout: float = 
     offset = sizes.Tk - sizes.Tq if sizes.offset is None else sizes.offset
     chosen = MASKS[mask](sizes, "cpu").to(torch.device(device)) if isinstance(mask, str) else mask
     key = torch.tensor([0x1234_5678_9ABC], dtype=torch.int64, device=device) if dropout else None
-    return Call(content, k, v, tuple(ports), chosen, arguments["scale"], offset, dropout, key)
+    return Call(content, k, v, tuple(ports), chosen, arguments["scale"], offset, dropout, key, options or Options())
 
 
 def dense(call: Call, do, dlse, dtype):
@@ -41,11 +50,16 @@ def run(call: Call, do, dlse, need=None):
     nan = float("nan")
     o = torch.full((B, Tq, H, call.v.shape[3]), nan, dtype=call.q.dtype, device=call.q.device).transpose(1, 2)
     lse = torch.full((B, H, Tq), nan, device=call.q.device)
-    triton.forward(call, o, lse)
+    count, dtype = triton.kept(call)
+    kept = torch.full((count,), nan, dtype=dtype, device=call.q.device) if count else None
+    triton.forward(call, o, lse, kept)
+    before = None if kept is None else kept.clone()
     leaves = [call.q, call.k, call.v, *call.tensors]
     need = need or [True] * len(leaves)
     grads = [torch.full_like(x, nan) if n else x.new_empty(0) for x, n in zip(leaves, need, strict=True)]
-    triton.backward(call, do, dlse, o, lse, need, grads)
+    triton.backward(call, do, dlse, o, lse, need, grads, kept)
+    if kept is not None and not kept.is_meta:
+        assert torch.equal(kept.view(torch.uint8), before.view(torch.uint8)), "the backward changed what was kept"
     return o, lse, grads
 
 

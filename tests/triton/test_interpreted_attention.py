@@ -13,7 +13,7 @@ SHARDS = (
     ("shaw-values", "lengths", "widths", "wide"),
     ("deberta-causal", "explicit-holes", "inkling-fp32"),
     ("txl-packed", "shared-heads-dropout", "pointers"),
-    ("unneeded", "shares"),
+    ("unneeded", "shares", "kept"),
 )
 
 
@@ -26,3 +26,12 @@ def test_interpreted(names):
     results = [json.loads(line) for line in done.stdout.splitlines()]
     assert [r["name"] for r in results] == list(names)
     assert {r["name"]: r["missed"] for r in results if r["missed"]} == {}
+
+
+def test_the_operator_contract():
+    done = subprocess.run(
+        [sys.executable, str(HERE / "contract.py")], cwd=HERE, capture_output=True, text=True, timeout=500
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    results = [json.loads(line) for line in done.stdout.splitlines()]
+    assert results == [{"name": name, "held": True} for name in ("opcheck", "compiled")]

@@ -7,6 +7,7 @@ import pytest
 import torch
 from relative_checks import call_of
 
+import tilewise
 from tilewise import triton
 from tilewise.testing import Sizes
 
@@ -38,6 +39,33 @@ def test_reasons(made, said):
 
 
 def test_linear_memory_is_never_replaced_silently():
+    shared = call("txl", options=tilewise.Options(skew="shared"))
+    assert triton.why_not(shared)[0].startswith("options.skew is 'shared', but the GPU is not a Hopper")
+    assert triton.why_not(call("txl", options=tilewise.Options(skew="memory", projections="keep"))) == []
     o, lse = torch.empty(1, 2, 20, 16).half(), torch.empty(1, 2, 20)
-    with pytest.raises(ValueError, match=r"skew='shared' cannot run this call: .*; skew='memory' runs it"):
-        triton.forward(call("txl"), o, lse, skew="shared")
+    with pytest.raises(tilewise.Unsupported, match=r"options.skew='shared' cannot run this call: .*; 'memory' runs it"):
+        triton.forward(shared, o, lse)
+
+
+def test_the_forward_in_shared_memory_has_nothing_to_keep():
+    both = call("txl", options=tilewise.Options(skew="shared", projections="keep"))
+    (reason,) = triton.why_not(both)
+    assert "no projection is made that options.projections could 'keep'" in reason
+
+
+def test_what_is_kept():
+    def kept(case, N, projections="auto", skew="auto", H=12):
+        sizes = Sizes(2, H, H, N, N, 64, 64, None, published=True)
+        made = call_of(case, sizes, "none", torch.float16, "meta", options=tilewise.Options(skew, projections))
+        return triton.kept(made)[0]
+
+    # Automatically where it is no more than q, k, v and O: 4 · 64 columns a row.
+    rows = 2 * 12 * 128
+    assert 128 * rows <= kept("wav2vec2_bert", 128) <= 256 * rows
+    assert kept("wav2vec2_bert", 1024) == 0
+    assert kept("wav2vec2_bert", 1024, "keep") > 0
+    assert kept("wav2vec2_bert", 128, "recompute") == 0
+    assert kept("t5", 128, "keep") == 0
+    # Linear memory comes first.
+    assert kept("txl", 128) == kept("txl", 128, skew="shared") == 0
+    assert kept("txl", 1024, "keep") >= 2 * 12 * 1024 * 1024

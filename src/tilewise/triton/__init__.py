@@ -9,9 +9,9 @@ from __future__ import annotations
 import torch
 
 from ..call import Call
-from .plan import MOST
+from .plan import MOST, Facts, Layout
 
-__all__ = ["backward", "forward", "why_not"]
+__all__ = ["backward", "forward", "kept", "why_not"]
 
 WIDEST = 256
 """The widest head: a tile holds whole rows."""
@@ -43,19 +43,42 @@ def why_not(call: Call) -> list[str]:
         reasons.append(f"{len(call.ports) - score} terms add to the output; the kernels take at most 2")
     if max(q.shape[2], call.k.shape[2]) + abs(call.offset) >= 2**29:
         reasons.append(f"the lengths {q.shape[2]} and {call.k.shape[2]} reach 2**29 positions")
+    if call.options.skew == "shared":
+        reasons += _unshared(call)
     return reasons
 
 
-def forward(call: Call, o: torch.Tensor, lse: torch.Tensor, skew: str = "auto") -> None:
+def _unshared(call: Call) -> list[str]:
+    """Why the skew cannot be in shared memory."""
+    from . import linear
+
+    if call.options.projections == "keep":
+        return ["options.skew is 'shared', where no projection is made that options.projections could 'keep'"]
+    if torch.compiler.is_compiling():
+        # Where the tensors lie is known when the call runs, and checked there.
+        return []
+    return [f"options.skew is 'shared', but {reason}" for reason in linear.unsuited(Layout(call))]
+
+
+def kept(call: Call) -> tuple[int, torch.dtype]:
+    """(elements, dtype) of the projections that the forward keeps for the backward, as the call's options say."""
+    facts, options = Facts(call), call.options
+    linear = options.skew == "shared" or (
+        options.skew == "auto" and options.projections == "auto" and facts.kind == "identity" and facts.limits.hopper
+    )
+    # The forward in linear memory makes no projection.
+    return (0 if linear or call.k.shape[2] == 0 else facts.kept()), facts.zdtype
+
+
+def forward(call: Call, o: torch.Tensor, lse: torch.Tensor, kept: torch.Tensor | None = None) -> None:
     """Write O and lse of the call; buffers may hold anything.
 
     Args:
         call, o, lse: the checked call and what to write.
-        skew: where the projection of an identity-mapped query term is shifted into place: ``"shared"`` memory (linear
-            memory, Hopper only), device ``"memory"`` (N² per head, any GPU, heads in turn), or ``"auto"``.
+        kept: room for the projections, of :func:`kept`'s size, for :func:`backward`; None where it makes its own.
 
     Raises:
-        ValueError: ``"shared"`` cannot run the call.
+        Unsupported: the call's options force what cannot run it.
     """
     from .passes import forward as run
 
@@ -64,14 +87,17 @@ def forward(call: Call, o: torch.Tensor, lse: torch.Tensor, skew: str = "auto") 
         lse.fill_(float("-inf"))
         return
     with _device(call.q):
-        run(call, o, lse, skew)
+        run(call, o, lse, kept)
 
 
 def backward(
     call: Call, do: torch.Tensor, dlse: torch.Tensor | None, o: torch.Tensor, lse: torch.Tensor, need: list[bool],
-    grads: list[torch.Tensor],
+    grads: list[torch.Tensor], kept: torch.Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Write the gradients that `need` asks for (of q, k, v, then each port's tensors); other buffers stay untouched."""
+    """Write the gradients that `need` asks for (of q, k, v, then each port's tensors); other buffers stay untouched.
+
+    `kept` is what the forward filled; it stays as it is.
+    """
     from .gradients import backward as run
 
     if call.k.shape[2] == 0:
@@ -80,7 +106,7 @@ def backward(
                 grad.zero_()
         return
     with _device(call.q):
-        run(call, do, dlse, o, lse, need, grads)
+        run(call, do, dlse, o, lse, need, grads, kept)
 
 
 def _device(q: torch.Tensor):

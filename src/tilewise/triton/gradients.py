@@ -22,18 +22,19 @@ __all__ = ["backward"]
 
 
 def backward(
-    call: Call, do: Tensor, dlse: Tensor | None, o: Tensor, lse: Tensor, need: list[bool], grads: list[Tensor]
-):
+    call: Call, do: Tensor, dlse: Tensor | None, o: Tensor, lse: Tensor, need: list[bool], grads: list[Tensor],
+    kept: Tensor | None = None,
+):  # fmt: skip
     """See :func:`tilewise.triton.backward`."""
     if any(need):
-        _Backward(call, do, dlse, o, lse, need, grads).run()
+        _Backward(call, do, dlse, o, lse, need, grads, kept).run()
 
 
 class _Backward:
     """One backward call: what is wanted, the buffers that outlive a launch, and the steps for a share of the heads."""
 
-    def __init__(self, call, do, dlse, o, lse, need, grads):
-        self.L = L = Layout(call)
+    def __init__(self, call, do, dlse, o, lse, need, grads, kept):
+        self.L = L = Layout(call, kept)
         self.lse, self.g, self.o = lse, Source(do), Source(o)
         self.dlse = dlse
         self.need_q, self.need_k, self.need_v = need[:3]
@@ -95,7 +96,7 @@ class _Backward:
         self.by_head = {n: new(H, *grad.shape[1:]) for n, grad in self.table.items() if grad.shape[0] == 1}
 
         tile = (BLOCK, BLOCK)
-        buffers = len([n for n in L.score if L.ports[n].kind != "scalar"]) + len(L.values)
+        buffers = len(L.projected) + len(L.values)
         buffers += bool(self.by_query) + bool(self.by_key) + bool(self.by_value)
         head = max(L.geometry(False, tile).head, L.geometry(True, tile).head)
         heads = L.heads_at_once(buffers * B * head * L.bytes)
@@ -108,7 +109,7 @@ class _Backward:
     def _share(self, h0: int, heads: int):
         """Every step for query heads h0 … h0 + heads − 1 of all batches."""
         L = self.L
-        made = project_scores(L, (BLOCK, BLOCK), h0, heads, self.shape)
+        made = project_scores(L, (BLOCK, BLOCK), h0, heads, self.shape, made_before=L.keeping is not None)
         if h0 == 0:
             self._prepare(made)
         values = {}

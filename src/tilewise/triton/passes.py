@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..call import Call
-from .config import Tiles, backward_tiles, fold_tiles, forward_tiles, projection_tiles
+from ..call import Call, Unsupported
+from .config import Tiles, backward_tiles, fold_tiles, projection_tiles
 from .core import attend, probabilities
 from .fold import fold
 from .launch import cdiv, launch
@@ -17,18 +17,19 @@ from .project import prepare
 __all__ = ["fold_rows", "forward", "prepare_rows", "project_scores", "shifted", "store_probabilities", "terms_of"]
 
 
-def forward(call: Call, o: Tensor, lse: Tensor, skew: str = "auto") -> None:
+def forward(call: Call, o: Tensor, lse: Tensor, kept: Tensor | None = None) -> None:
     """See :func:`tilewise.triton.forward`."""
-    L = Layout(call)
-    if skew == "shared" or (skew == "auto" and L.kind == "identity" and L.limits.hopper):
+    L = Layout(call, kept)
+    skew = call.options.skew
+    if kept is None and skew != "memory" and (skew == "shared" or (L.kind == "identity" and L.limits.hopper)):
         from . import linear
 
         reasons = linear.unsuited(L)
         if not reasons:
             return linear.forward(L, o, lse)
         if skew == "shared":
-            raise ValueError(f"skew='shared' cannot run this call: {'; '.join(reasons)}; skew='memory' runs it")
-    tiles = forward_tiles(max(L.BD, L.BV), L.bytes, L.Tk, L.kind, L.limits)
+            raise Unsupported(f"options.skew='shared' cannot run this call: {'; '.join(reasons)}; 'memory' runs it")
+    tiles = L.forward_tiles()
     qtables, vtables = L.shifting("key"), L.shifting("value")
     qx = shifted(L, L.q, bool(qtables))
     vx = shifted(L, L.v, bool(vtables))
@@ -37,11 +38,7 @@ def forward(call: Call, o: Tensor, lse: Tensor, skew: str = "auto") -> None:
     tma = L.limits.descriptors and all(s.describable for s in (L.q, L.k, L.v))
     # Value-side terms add their band afterwards: until then O stays in fp32.
     out = torch.empty(L.B, L.H, L.Tq, L.dv, dtype=torch.float32, device=L.device) if L.values else o
-    per_head = sum(
-        L.B * L.geometry(L.ports[n].kind == "key", L.block_of(tiles)).head
-        for n in L.score
-        if L.ports[n].kind != "scalar"
-    )
+    per_head = sum(L.B * L.projection(n, L.block_of(tiles)).head for n in L.projected)
     heads = L.heads_at_once(per_head * L.zdtype.itemsize)
     shape = projection_tiles(max(L.BD, L.BV), L.bytes, L.Tk, L.kind)
     for h0 in range(0, L.H, heads):
@@ -88,10 +85,11 @@ def prepare_rows(L, qx, kx, vx, grads, qtables, ktables, vtables, functions=(), 
     )  # fmt: skip
 
 
-def project_scores(L: Layout, block: tuple[int, int], h0: int, heads: int, shape) -> dict:
+def project_scores(L: Layout, block: tuple[int, int], h0: int, heads: int, shape, made_before: bool = False) -> dict:
     """By port, what the score terms' tiles are read from: a skewed projection of heads h0 …, or a Toeplitz slab.
 
-    `block` is the (queries, keys) block on which bands are decided.
+    `block` is the (queries, keys) block on which bands are decided. Kept projections lie in blocks of the forward's
+    tiles; `made_before`: they hold their values already.
     """
     made = {}
     for n in L.score:
@@ -99,11 +97,13 @@ def project_scores(L: Layout, block: tuple[int, int], h0: int, heads: int, shape
         if port.kind == "scalar":
             made[n] = L.slab(n, block)
             continue
-        keyed = port.kind == "key"
-        mine = block[::-1] if keyed else block
-        made[n] = L.buffer(L.geometry(keyed, mine), heads, L.zdtype)
-        x, group = (L.k, L.G) if keyed else (L.lefts[n], 1)
-        L.project(n, x, group, made[n], L.c, h0, heads, mine, shape)
+        if L.keeping is None:
+            made[n] = L.buffer(L.projection(n, block), heads, L.zdtype)
+        else:
+            made[n] = L.share_of_kept(n, L.block_of(L.forward_tiles()), h0, heads)
+        if not made_before:
+            x, group = (L.k, L.G) if port.kind == "key" else (L.lefts[n], 1)
+            L.project(n, x, group, made[n], L.c, h0, heads, made[n].geometry.tile, shape)
     return made
 
 
@@ -161,7 +161,7 @@ def _fold_values(L: Layout, out: Tensor, o: Tensor, lse: Tensor, shape, tma: boo
     heads = L.heads_at_once(buffers * L.B * g.head * L.bytes)
     for h0 in range(0, L.H, heads):
         share = min(heads, L.H - h0)
-        made = project_scores(L, (BLOCK, BLOCK), h0, share, shape)
+        made = project_scores(L, (BLOCK, BLOCK), h0, share, shape, made_before=L.keeping is not None)
         P = store_probabilities(L, made, lse, tiles, h0, share, tma)
         for n in L.values:
             last = n == L.values[-1]

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import torch
 import triton.language as tl
@@ -12,7 +11,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..call import Call
 from ..terms import Port
-from .config import Limits, Tiles
+from .buffers import Buffer, Lookup, Slab, Source
+from .config import Limits, Tiles, forward_tiles
 from .launch import cdiv, launch, next_power_of_2
 from .masks import BLOCK, Masking, dropping
 from .project import expand, project, toeplitz
@@ -34,7 +34,7 @@ from .terms import (
     toeplitz_edge,
 )  # fmt: skip
 
-__all__ = ["MOST", "Buffer", "Layout", "Source", "limits_of"]
+__all__ = ["MOST", "Buffer", "Facts", "Layout", "Source", "limits_of"]
 
 MOST = 8
 """Score terms that a kernel takes: each has its own descriptor argument."""
@@ -65,84 +65,19 @@ def fitted(shape: tuple[int, ...], rows: int) -> tuple[int, ...]:
     return (min(shape[0], max(16, next_power_of_2(cdiv(rows, 8)))), *shape[1:])
 
 
-class Source:
-    """A [B, H, T, d] tensor that kernels read by rows, through a descriptor or through pointers."""
+class Facts:
+    """What follows from the sizes and the terms of a call alone; made without starting anything."""
 
-    def __init__(self, x: Tensor):
-        if x.stride(-1) != 1 or any(s == 0 and n > 1 for s, n in zip(x.stride(), x.shape, strict=True)):
-            x = x.contiguous()
-        self.x = x
-        # A dimension of one entry may have any stride: one that a descriptor accepts.
-        self.strides = tuple(s if n > 1 else 128 for s, n in zip(x.stride()[:3], x.shape[:3], strict=True))
-
-    @property
-    def describable(self) -> bool:
-        """Whether a tensor descriptor may describe it: 16-byte aligned, strides too."""
-        size = self.x.element_size()
-        return self.x.data_ptr() % 16 == 0 and all(s * size % 16 == 0 for s in self.strides)
-
-    def __call__(self, rows: int, width: int, tma: bool):
-        if not tma:
-            return self.x
-        return TensorDescriptor(self.x, list(self.x.shape), [*self.strides, 1], [1, 1, rows, width])
-
-
-@dataclass
-class Buffer:
-    """A skewed buffer of n heads: its memory, its geometry, and what kernels need to address it."""
-
-    memory: Tensor
-    geometry: Geometry
-    n: int
-
-    def descriptor(self, rows: int, others: int, tma: bool):
-        if not tma:
-            return None
-        g = self.geometry
-        return TensorDescriptor(self.memory, [self.n, g.rows, g.width], [g.head, g.stride, 1], [1, rows, others])
-
-
-@dataclass
-class Lookup:
-    """A table and which of its rows a column reads: origin + step · (column − first), cut to [0, size)."""
-
-    table: Tensor
-    head: int
-    row: int
-    origin: int
-    step: int
-    size: int
-
-    @property
-    def args(self) -> tuple[int, ...]:
-        return self.head, self.row, self.origin, self.step, self.size
-
-
-@dataclass
-class Slab:
-    """A Toeplitz slab [heads, rows, width]: entry (a, w) belongs to offset a − w + shift."""
-
-    memory: Tensor
-    width: int
-    shift: int
-
-
-@dataclass
-class Layout:
-    """What is the same for all heads and both directions of a call."""
-
-    call: Call
-    limits: Limits = field(init=False)
-
-    def __post_init__(self):
-        call = self.call
-        self.B, self.H, self.Tq, self.d = call.q.shape
-        self.Hk, self.Tk, self.dv = call.k.shape[1], call.k.shape[2], call.v.shape[3]
+    def __init__(self, call: Call):
+        self.call = call
+        self.B, self.H, self.Tq, _ = call.q.shape
+        self.Hk, self.Tk = call.k.shape[1:3]
+        # Lengths may be symbols of a compiler, widths are always numbers.
+        self.d, self.dv = int(call.q.shape[3]), int(call.v.shape[3])
         self.G = self.H // self.Hk
         self.device, self.dtype = call.q.device, call.q.dtype
-        self.bytes = call.q.element_size()
+        self.bytes = call.q.dtype.itemsize
         self.limits = limits_of(self.device)
-        self.q, self.k, self.v = Source(call.q), Source(call.k), Source(call.v)
         self.BD, self.BV = padded(self.d), padded(self.dv)
         self.c = call.scale * LOG2E
         self.ports = list(call.ports)
@@ -152,15 +87,6 @@ class Layout:
         self.score = [n for n, p in enumerate(self.ports) if p.kind != "value"]
         self.values = [n for n, p in enumerate(self.ports) if p.kind == "value"]
         self.kind = self._kind()
-        self.tables = [_table(p, self.dtype) for p in self.ports]
-        self.lefts = [self._left(p) for p in self.ports]
-        self.lookups: dict = {}
-        self.ends = [end_rows(p.rows) for p in self.ports]
-        self.anchor = call.q
-        self.mask = Masking(call.mask, self.B, self.Tq, self.Tk, call.offset, self.anchor_int)
-        self.drop = dropping(call.dropout_p)
-        self.inverse = 1.0 / (1.0 - call.dropout_p)
-        self.seed = self.anchor if call.seed is None else call.seed
         # Z in fp16 is finer than in bf16; for fp32 inputs its rounding would be the largest error of all.
         self.zdtype = torch.float32 if self.dtype == torch.float32 else torch.float16
 
@@ -173,6 +99,84 @@ class Layout:
         if not self.sides:
             return "identity"
         return next(kind for kind in ("key", "query", "scalar") if any(p.kind == kind for p in self.ports))
+
+    @property
+    def projected(self) -> list[int]:
+        """The score terms that are read from a skewed projection."""
+        return [n for n in self.score if self.ports[n].kind != "scalar"]
+
+    def forward_tiles(self) -> Tiles:
+        return forward_tiles(max(self.BD, self.BV), self.bytes, self.Tk, self.kind, self.limits)
+
+    def block_of(self, tiles: Tiles) -> tuple[int, int]:
+        """The (queries, keys) block on which a pass with these tiles decides its band."""
+        return max(tiles.queries, BLOCK), max(tiles.keys, BLOCK)
+
+    def geometry(self, keyed: bool, tile: tuple[int, int]) -> Geometry:
+        rows, others = (self.Tk, self.Tq) if keyed else (self.Tq, self.Tk)
+        return Geometry.make(rows, others, self.call.offset, self.lo, self.hi, tile, keyed)
+
+    def projection(self, n: int, block: tuple[int, int]) -> Geometry:
+        """Where port n's projection lies, for passes that decide their bands on this (queries, keys) block."""
+        keyed = self.ports[n].kind == "key"
+        return self.geometry(keyed, block[::-1] if keyed else block)
+
+    def shares(self, per_head: int) -> int:
+        """How many query heads (a multiple of G) one launch takes, `per_head` bytes of buffers each, all batches."""
+        enough = -(-PROGRAMS // max(1, self.B * cdiv(self.Tq, BLOCK)))
+        fitting = BUDGET // max(1, per_head)
+        groups = min(self.Hk, max(1, -(-enough // self.G), fitting // self.G))
+        # Even shares: 12 heads that fit 8 at a time go 6 and 6.
+        return self.G * -(-self.Hk // -(-self.Hk // groups))
+
+    def kept(self) -> int:
+        """Elements of all projections as the forward makes them, where the call's options keep them; else 0."""
+        block = self.block_of(self.forward_tiles())
+        count = sum(self.B * self.H * self.projection(n, block).head for n in self.projected)
+        if self.call.options.projections == "auto":
+            beside = self.B * (self.H * self.Tq + self.Hk * self.Tk) * (self.d + self.dv) * self.bytes
+            return count if count * self.zdtype.itemsize <= beside else 0
+        return count if self.call.options.projections == "keep" else 0
+
+
+class Layout(Facts):
+    """A call laid out: what is the same for all heads and both directions, and how kernels address it."""
+
+    def __init__(self, call: Call, kept: Tensor | None = None):
+        super().__init__(call)
+        self.q, self.k, self.v = Source(call.q), Source(call.k), Source(call.v)
+        self.tables = [_table(p, self.dtype) for p in self.ports]
+        self.lefts = [self._left(p) for p in self.ports]
+        self.lookups: dict = {}
+        self.ends = [end_rows(p.rows) for p in self.ports]
+        self.anchor = call.q
+        self.drop = dropping(call.dropout_p)
+        self.inverse = 1.0 / (1.0 - call.dropout_p)
+        self.seed = self.anchor if call.seed is None else call.seed
+        self.keeping = kept
+
+    @cached_property
+    def mask(self) -> Masking:
+        return Masking(self.call.mask, self.B, self.Tq, self.Tk, self.call.offset, self.anchor_int)
+
+    def heads_at_once(self, per_head: int) -> int:
+        """:meth:`shares`, or the same share in both directions where the forward's projections are kept."""
+        if self.keeping is None:
+            return self.shares(per_head)
+        # dS beside every projection, and dO projected on the values' rows.
+        each = sum(self.B * self.geometry(keyed, (BLOCK, BLOCK)).head for keyed in (False, True))
+        return self.shares((len(self.projected) + len(self.values) + 2) * each * self.bytes)
+
+    def share_of_kept(self, n: int, block: tuple[int, int], h0: int, heads: int) -> Buffer:
+        """Port n's kept projection of heads h0 … h0 + heads − 1."""
+        at = 0
+        for other in self.projected:
+            g = self.projection(other, block)
+            if other == n:
+                at += self.B * h0 * g.head
+                return Buffer(self.keeping[at : at + self.B * heads * g.head], g, self.B * heads)
+            at += self.B * self.H * g.head
+        raise ValueError(f"port {n} has no projection; expected one of {self.projected}")
 
     @property
     def anchor_int(self) -> Tensor:
@@ -208,22 +212,6 @@ class Layout:
             if p.kind == kind and self.sides and max(self.ends[n]) >= 0 and (kind != "query" or p.left is None)
         ]  # fmt: skip
         return tuple(self.edge(n) for n in chosen)
-
-    def block_of(self, tiles: Tiles) -> tuple[int, int]:
-        """The (queries, keys) block on which a pass with these tiles decides its band."""
-        return max(tiles.queries, BLOCK), max(tiles.keys, BLOCK)
-
-    def heads_at_once(self, per_head: int) -> int:
-        """How many query heads (a multiple of G) one launch takes, `per_head` bytes of buffers each, all batches."""
-        enough = -(-PROGRAMS // max(1, self.B * cdiv(self.Tq, BLOCK)))
-        fitting = BUDGET // max(1, per_head)
-        groups = min(self.Hk, max(1, -(-enough // self.G), fitting // self.G))
-        # Even shares: 12 heads that fit 8 at a time go 6 and 6.
-        return self.G * -(-self.Hk // -(-self.Hk // groups))
-
-    def geometry(self, keyed: bool, tile: tuple[int, int]) -> Geometry:
-        rows, others = (self.Tk, self.Tq) if keyed else (self.Tq, self.Tk)
-        return Geometry.make(rows, others, self.call.offset, self.lo, self.hi, tile, keyed)
 
     def buffer(self, geometry: Geometry, heads: int, dtype: torch.dtype) -> Buffer:
         n = self.B * heads

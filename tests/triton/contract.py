@@ -1,0 +1,80 @@
+"""The operators with the Triton implementation, on CPU tensors by the interpreter: a process of its own.
+
+Prints one JSON line a check, its name and whether it held.
+"""
+
+import json
+import os
+
+os.environ["TRITON_INTERPRET"] = "1"
+
+import torch
+import torch._functorch.config
+
+torch.set_num_threads(1)
+# Donated buffers refuse a second backward.
+torch._functorch.config.donated_buffer = False
+
+from relative_checks import call_of  # noqa: E402
+from torch._dynamo.utils import counters  # noqa: E402
+
+from tilewise import Mask, Options  # noqa: E402
+from tilewise.call import Call  # noqa: E402
+from tilewise.ops import attend  # noqa: E402
+from tilewise.terms import Shaw, lower, spec_of  # noqa: E402
+from tilewise.testing import Sizes  # noqa: E402
+
+FWD, BWD = torch.ops.tilewise.attn_fwd.default, torch.ops.tilewise.attn_bwd.default
+
+
+def call(projections: str, T: int = 20):
+    sizes = Sizes(1, 1, 1, T, T, 16, 16)
+    return call_of("wav2vec2_bert", sizes, "none", torch.float16, "cpu", options=Options(projections=projections))
+
+
+def opcheck(projections: str) -> bool:
+    c = call(projections)
+    arguments = (
+        c.q, c.k, c.v, c.tensors, None, None, None, None, spec_of(c.ports), c.scale, c.offset, c.mask.left,
+        c.mask.right, 0.0, c.options.spec, "triton",
+    )  # fmt: skip
+    # Autograd is registered around both operators, not for them.
+    tests = ("test_schema", "test_faketensor")
+    outcome = torch.library.opcheck(FWD, arguments, test_utils=tests)
+    o, lse, kept = FWD(*arguments)
+    assert bool(kept.numel()) == (projections == "keep")
+    backward = (torch.randn_like(o), None, o, lse, kept, [True] * 4, *arguments)
+    outcome |= {f"{k} of the backward": v for k, v in torch.library.opcheck(BWD, backward, test_utils=tests).items()}
+    return set(outcome.values()) == {"SUCCESS"}
+
+
+def gradients(run, c) -> list[torch.Tensor]:
+    leaves = [x.detach().clone().requires_grad_() for x in (c.q, c.k, c.v, *c.tensors)]
+    o = run(*leaves)
+    return [o.detach(), *torch.autograd.grad(o.square().sum(), leaves, retain_graph=True),
+            *torch.autograd.grad(o.sum(), leaves)]  # fmt: skip
+
+
+def compiled(projections: str) -> bool:
+    """One graph serves two lengths, and its results are those without a compiler; each backward runs twice."""
+    counters.clear()
+    options = Options(projections=projections)
+
+    def run(q, k, v, table):
+        content, ports = lower(q, Shaw(table, left=7, right=1))
+        offset = k.shape[2] - q.shape[2]
+        return attend(
+            Call(content, k, v, tuple(ports), Mask(), 0.25, offset, options=options), spec_of(ports), "triton"
+        )[0]
+
+    same = True
+    whole = torch.compile(run, backend="aot_eager", fullgraph=True, dynamic=True)
+    for T in (20, 28):
+        c = call(projections, T)
+        same &= all(torch.equal(a, b) for a, b in zip(gradients(run, c), gradients(whole, c), strict=True))
+    return same and counters["stats"]["unique_graphs"] == 1
+
+
+if __name__ == "__main__":
+    for check in (opcheck, compiled):
+        print(json.dumps({"name": check.__name__, "held": check("keep")}), flush=True)
