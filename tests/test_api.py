@@ -44,6 +44,10 @@ WRONG = {
         dict(options=tw.Options(projections="keep")), tw.Unsupported,
         r"'keep', which impl='triton' alone can do; impl='triton' cannot either: q is on cpu; .* Without these options",
     ),
+    "TF32 on a CPU": (
+        dict(options=tw.Options(fp32="tf32")), tw.Unsupported,
+        r"options.fp32 is 'tf32', a choice of impl='triton' alone; elsewhere PyTorch's own switch",
+    ),
     "skew on a CPU": (
         dict(options=tw.Options(skew="memory"), impl="blocked"), tw.Unsupported,
         "options.skew is 'memory', a choice of impl='triton' alone",
@@ -165,6 +169,28 @@ def test_default_offset_puts_the_queries_last():
     full = tw.attention(whole, k, v, terms=tw.T5(table, bidirectional=False), mask=tw.Mask.causal())
     step = tw.attention(q, k, v, terms=tw.T5(table, bidirectional=False), mask=tw.Mask.causal())
     torch.testing.assert_close(step, full[:, :, -3:], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("scale", [-0.7, 0.0, -3.0])
+@pytest.mark.parametrize("terms", [False, True])
+@pytest.mark.parametrize("impl", ["reference", "blocked"])
+def test_any_finite_scale(impl, terms, scale):
+    q, k, v = (x.requires_grad_() for x in qkv())
+    rows = torch.randn(9, 8)
+    made = (tw.Shaw(rows, left=4, right=4), tw.T5(torch.ones(32, 4))) if terms else ()
+    o = tw.attention(q, k, v, terms=made, scale=scale, impl=impl)
+    Q, K, V = (x.detach().double().requires_grad_() for x in (q, k, v))
+    S = Q @ K.mT
+    if terms:
+        i = torch.arange(10)
+        S = S + torch.einsum("bhid,ijd->bhij", Q, rows.double()[(i - i[:, None]).clamp(-4, 4) + 4])
+    expected = (S * scale).softmax(-1) @ V
+    torch.testing.assert_close(o.double(), expected, rtol=1e-4, atol=1e-5)
+    for got, wanted in zip(
+        torch.autograd.grad(o.square().sum(), (q, k, v)), torch.autograd.grad(expected.square().sum(), (Q, K, V)),
+        strict=True,
+    ):  # fmt: skip
+        torch.testing.assert_close(got.double(), wanted, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("impl", ["reference", "blocked"])

@@ -127,7 +127,7 @@ def why_not(impl: str, call: Call) -> list[str]:
 
         return triton.why_not(call)
     if impl in ("blocked", "reference"):
-        return _forced(call.options)
+        return _forced(call)
     raise ValueError(f"impl is {impl!r}; expected 'auto', {', '.join(map(repr, IMPLEMENTATIONS))}")
 
 
@@ -137,18 +137,24 @@ def _choose(call: Call, impl: str) -> str:
     if reasons := why_not(impl, call):
         if impl != "triton" and (others := why_not("triton", call)):
             reasons.append(f"impl='triton' cannot either: {'; '.join(others)}")
-        runs = "Without these options it runs." if _forced(call.options) else "impl='blocked' runs it."
+        runs = "Without these options it runs." if _forced(call) else "impl='blocked' runs it."
         raise Unsupported(f"impl={impl!r} cannot run this call: {'; '.join(reasons)}. {runs}")
     return impl
 
 
-def _forced(options: Options) -> list[str]:
+def _forced(call: Call) -> list[str]:
     """What of the options only the Triton kernels can do."""
-    reasons = []
+    options, reasons = call.options, []
     if options.skew != "auto":
         reasons.append(f"options.skew is {options.skew!r}, a choice of impl='triton' alone")
     if options.projections == "keep":
         reasons.append("options.projections is 'keep', which impl='triton' alone can do")
+    everywhere = call.q.dtype != torch.float32 or (call.q.device.type == "cpu" and options.fp32 == "ieee")
+    if options.fp32 != "auto" and not everywhere:
+        reasons.append(
+            f"options.fp32 is {options.fp32!r}, a choice of impl='triton' alone; elsewhere PyTorch's own switch, "
+            "torch.backends.cuda.matmul.fp32_precision, decides"
+        )
     return reasons
 
 

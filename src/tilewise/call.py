@@ -16,7 +16,11 @@ class Unsupported(ValueError):
     """The implementation asked for cannot run this call; the message has the reasons and a call that would run."""
 
 
-_CHOICES = {"skew": ("auto", "shared", "memory"), "projections": ("auto", "keep", "recompute")}
+_CHOICES = {
+    "skew": ("auto", "shared", "memory"),
+    "projections": ("auto", "keep", "recompute"),
+    "fp32": ("auto", "ieee", "tf32"),
+}
 
 
 @dataclass(frozen=True)
@@ -30,6 +34,9 @@ class Options:
         projections: products of q and k with the tables' rows that the forward made are kept for the backward
             (``"keep"``) or made again (``"recompute"``). Auto: kept where they take no more memory than q, k, v and O.
             Where no gradient will be asked for, nothing is kept.
+        fp32: how fp32 inputs are multiplied on a GPU: ``"ieee"``, or ``"tf32"``, with 10 bits of mantissa. Auto: as
+            ``torch.backends.cuda.matmul.fp32_precision`` says when a pass runs, which PyTorch's own products follow
+            too. It is ieee unless somebody changed it.
 
     Raises:
         ValueError: a value that is none of these.
@@ -42,6 +49,7 @@ class Options:
 
     skew: str = "auto"
     projections: str = "auto"
+    fp32: str = "auto"
 
     def __post_init__(self) -> None:
         for name, choices in _CHOICES.items():

@@ -1,6 +1,7 @@
-"""Compiles the attention kernels ahead of time, without a GPU: `python compiled.py CASE ARCH …` prints JSON lines.
+"""Compiles the attention kernels ahead of time, without a GPU: `python compiled.py CASE@ARCH …` prints JSON lines.
 
-Each line has the kernel, the architecture, the shared memory it needs, and the loop-invariant register tensors that are
+CASE/ieee and CASE/tf32 are fp32 calls with those products, others fp16. Each line has the kernel, the architecture, the
+shared memory it needs, how often its PTX names wgmma and tf32, and the loop-invariant register tensors that are
 the left operand of a Hopper dot: what ptxas before 13.3 overwrites (see :mod:`tilewise.triton.core`).
 """
 
@@ -15,6 +16,7 @@ from relative_checks import call_of, run
 from triton.backends.compiler import GPUTarget
 
 import tilewise.triton.plan as plan
+from tilewise import Options
 from tilewise.testing import Sizes
 from tilewise.triton.config import Limits
 from tilewise.triton.launch import launcher
@@ -75,7 +77,8 @@ def main(case: str, arch: int):
         seen.add(made.hash)
         found = invariant_operands(made.asm["ttgir"])
         line = {"kernel": kernel.__name__, "arch": arch, "shared": made.metadata.shared, "limit": SHARED[arch],
-                "wgmma": made.asm["ptx"].count("wgmma.mma_async"), "invariant": found}  # fmt: skip
+                "wgmma": made.asm["ptx"].count("wgmma.mma_async"), "tf32": made.asm["ptx"].count(".tf32"),
+                "invariant": found}  # fmt: skip
         print(json.dumps(line), flush=True)
 
     if case == "trap":
@@ -84,9 +87,11 @@ def main(case: str, arch: int):
         return
     launcher.append(warm)
     plan.limits_of = lambda device: Limits(SHARED[arch], arch >= 90)
-    sizes = Sizes(2, 4, 4, 2048, 2048, 64, 64, None, published=True)
-    call = call_of(case, sizes, "none", torch.float16, "meta")
-    do = torch.empty(2, 4, 2048, 64, dtype=torch.float16, device="meta")
+    case, _, precision = case.partition("/")
+    dtype, d = (torch.float32, 16) if precision else (torch.float16, 64)
+    sizes = Sizes(2, 4, 4, 2048, 2048, d, d, None, published=True)
+    call = call_of(case, sizes, "none", dtype, "meta", options=Options(fp32=precision or "auto"))
+    do = torch.empty(2, 4, 2048, d, dtype=dtype, device="meta")
     run(call, do, torch.empty(2, 4, 2048, device="meta"))
 
 

@@ -39,3 +39,10 @@ def test_hopper_keeps_left_operands_out_of_registers():
 def test_the_trap_would_be_seen():
     (kernel,) = compiled("trap@90")
     assert kernel["invariant"]
+
+
+def test_tf32_only_on_request():
+    asked = compiled("wav2vec2_bert/tf32@80")
+    products = {"attend", "grad_key", "grad_query", "project", "fold", "collect"}
+    assert {k["kernel"] for k in asked if k["tf32"]} == products
+    assert [k["kernel"] for k in compiled("wav2vec2_bert/ieee@80") if k["tf32"]] == []

@@ -12,7 +12,7 @@ SHARDS = (
     ("t5", "everything", "wavlm-window", "offset-intervals"),
     ("shaw-values", "lengths", "widths", "wide"),
     ("deberta-causal", "explicit-holes", "inkling-fp32"),
-    ("txl-packed", "shared-heads-dropout", "pointers"),
+    ("txl-packed", "shared-heads-dropout", "pointers", "negative-scale", "zero-scale"),
     ("unneeded", "shares", "kept"),
 )
 

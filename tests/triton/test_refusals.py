@@ -10,6 +10,7 @@ from relative_checks import call_of
 import tilewise
 from tilewise import triton
 from tilewise.testing import Sizes
+from tilewise.triton.plan import Layout
 
 SMALL = Sizes(1, 2, 2, 20, 20, 16, 16)
 
@@ -27,7 +28,6 @@ def test_nothing_against_any_case_in_half_precision():
     ("made", "said"),
     [
         (lambda: call(dtype=torch.float64), "q is torch.float64; the kernels take"),
-        (lambda: call(scale=-0.5), r"scale is -0\.5; the kernels take scales ≥ 0"),
         (lambda: call(ports=call("t5").ports * 9), "9 terms add to the score; the kernels take at most 8"),
         (lambda: call("vits", ports=call("vits").ports[1:] * 3), "3 terms add to the output"),
         (lambda: call("none", q=torch.zeros(1, 2, 20, 300).half()), "q has width 300; the kernels take at most 256"),
@@ -69,3 +69,25 @@ def test_what_is_kept():
     # Linear memory comes first.
     assert kept("txl", 128) == kept("txl", 128, skew="shared") == 0
     assert kept("txl", 1024, "keep") >= 2 * 12 * 1024 * 1024
+
+
+@pytest.fixture
+def torch_products():
+    """PyTorch's own switch, put back afterwards."""
+    matmul = torch.backends.cuda.matmul
+    before = matmul.fp32_precision
+    yield matmul
+    matmul.fp32_precision = before
+
+
+def test_fp32_products_follow_pytorch_unless_the_call_says_otherwise(torch_products):
+    def precision(dtype=torch.float32, **options):
+        return Layout(call(dtype=dtype, options=tilewise.Options(**options))).precision
+
+    assert precision() == "ieee"
+    assert precision(fp32="tf32") == "tf32"
+    torch_products.fp32_precision = "tf32"
+    assert precision() == "tf32"
+    assert precision(fp32="ieee") == "ieee"
+    # Half precision has one product: no second kernel for the same work.
+    assert precision(torch.float16) == precision(torch.float16, fp32="tf32") == "ieee"

@@ -34,8 +34,6 @@ def why_not(call: Call) -> list[str]:
     for name, width in widths.items():
         if width > WIDEST:
             reasons.append(f"{name} has width {width}; the kernels take at most {WIDEST}")
-    if not call.scale >= 0.0:
-        reasons.append(f"scale is {call.scale}; the kernels take scales ≥ 0 (negate q instead)")
     score = sum(p.kind != "value" for p in call.ports)
     if score > MOST:
         reasons.append(f"{score} terms add to the score; the kernels take at most {MOST}")

@@ -47,11 +47,12 @@ def part_of(a, e, flo, fhi, PART: tl.constexpr):
 def _attend(acc, l, m, edge, q, k, sk, hk, v, sv, bv, hv, terms, zs, rule, seed, c, drop, b, h, n, bh, i0, a, e,
             Tq, Tk, offset, left, right, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr,
             BM: tl.constexpr, BN: tl.constexpr, BANDS: tl.constexpr, MASKED: tl.constexpr, DROPOUT: tl.constexpr,
-            EDGED: tl.constexpr, TMA: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
+            EDGED: tl.constexpr, NEGATIVE: tl.constexpr, PREC: tl.constexpr, TMA: tl.constexpr,
+            STAGES: tl.constexpr):  # fmt: skip
     """Online softmax over the keys a … e − 1; BANDS are the terms that add a tile there, EDGED adds `edge` to rows."""
     for j in tl.range(a, e, BN, num_stages=STAGES):
-        s = tl.dot(q, tl.trans(load_rows(k, sk, b, hk, j, Tk, D, BN, BD, TMA)), input_precision="ieee")
-        if MASKED or EDGED or len(BANDS) > 0:
+        s = tl.dot(q, tl.trans(load_rows(k, sk, b, hk, j, Tk, D, BN, BD, TMA)), input_precision=PREC)
+        if MASKED or EDGED or NEGATIVE or len(BANDS) > 0:
             s = s * c + edge[:, None] if EDGED else s * c
             for t in tl.static_range(len(BANDS)):
                 s += BANDS[t](terms[t], zs[t], b, h, n, i0, j, offset, Tq, Tk, BM, BN, False, TMA)
@@ -62,7 +63,7 @@ def _attend(acc, l, m, edge, q, k, sk, hk, v, sv, bv, hv, terms, zs, rule, seed,
             new = tl.maximum(m, tl.max(s, 1))
             p = tl.math.exp2(s - new[:, None])
         else:
-            # The scale joins the subtraction: one multiply-add an element.
+            # The scale, which is not negative, joins the subtraction: one multiply-add an element.
             new = tl.maximum(m, tl.max(s, 1) * c)
             p = tl.math.exp2(s * c - new[:, None])
         shrink = tl.math.exp2(m - new)
@@ -76,9 +77,9 @@ def _attend(acc, l, m, edge, q, k, sk, hk, v, sv, bv, hv, terms, zs, rule, seed,
             # A sum of its own for each tile: one long chain of additions would double the error of O. The zero is
             # made at run time, since a constant one would be folded into the chain again.
             zero = tl.broadcast_to((shrink * 0.0)[:, None], (BM, BV))
-            acc = acc + tl.dot(p, tile, zero, input_precision="ieee")
+            acc = acc + tl.dot(p, tile, zero, input_precision=PREC)
         else:
-            acc = tl.dot(p.to(tile.dtype), tile, acc, input_precision="ieee")
+            acc = tl.dot(p.to(tile.dtype), tile, acc, input_precision=PREC)
     return acc, l, m
 
 
@@ -88,8 +89,8 @@ def attend(q, k, v, qx, vx, o, lse, terms, z0, z1, z2, z3, z4, z5, z6, z7, rule,
            DV: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, UNIT: tl.constexpr,
            BANDS: tl.constexpr, EDGES: tl.constexpr, BAND: tl.constexpr, SIDES: tl.constexpr, SHIFT_Q: tl.constexpr,
            SHIFT_V: tl.constexpr, RANGED: tl.constexpr, MASKED: tl.constexpr, ELEMENTWISE: tl.constexpr,
-           DROPOUT: tl.constexpr, EXACT: tl.constexpr, TMA: tl.constexpr, STAGES: tl.constexpr,
-           BAND_STAGES: tl.constexpr):  # fmt: skip
+           DROPOUT: tl.constexpr, EXACT: tl.constexpr, NEGATIVE: tl.constexpr, PREC: tl.constexpr, TMA: tl.constexpr,
+           STAGES: tl.constexpr, BAND_STAGES: tl.constexpr):  # fmt: skip
     """O and lse of BM queries: program (block, batch·heads)."""
     blocks = (Tq + BM - 1) // BM
     i0 = tl.program_id(0) % blocks * BM
@@ -134,13 +135,13 @@ def attend(q, k, v, qx, vx, o, lse, terms, z0, z1, z2, z3, z4, z5, z6, z7, rule,
                     if SHIFT_V:
                         acc, l, m = _attend(acc, l, m, edge, qs, k, sk, hk, vx, svx, side * B + b, h, terms, zs, rule,
                                             seed, c, drop, b, h, n, bh, i0, pa, pe, Tq, Tk, offset, left, right, D, DV,
-                                            BD, BV, BM, BN, (), part != 1, DROPOUT, EXACT and len(EDGES) > 0, TMA,
-                                            STAGES)  # fmt: skip
+                                            BD, BV, BM, BN, (), part != 1, DROPOUT, EXACT and len(EDGES) > 0, NEGATIVE,
+                                            PREC, TMA, STAGES)  # fmt: skip
                     else:
                         acc, l, m = _attend(acc, l, m, edge, qs, k, sk, hk, v, sv, b, hk, terms, zs, rule, seed, c,
                                             drop, b, h, n, bh, i0, pa, pe, Tq, Tk, offset, left, right, D, DV, BD, BV,
-                                            BM, BN, (), part != 1, DROPOUT, EXACT and len(EDGES) > 0, TMA,
-                                            STAGES)  # fmt: skip
+                                            BM, BN, (), part != 1, DROPOUT, EXACT and len(EDGES) > 0, NEGATIVE, PREC,
+                                            TMA, STAGES)  # fmt: skip
             if not EXACT:
                 m = m + edge
         if side == 0 and BAND:
@@ -150,7 +151,7 @@ def attend(q, k, v, qx, vx, o, lse, terms, z0, z1, z2, z3, z4, z5, z6, z7, rule,
             qs = load_rows(q, sq, b, h, i0, Tq, D, BM, BD, TMA)
             acc, l, m = _attend(acc, l, m, edge, qs, k, sk, hk, v, sv, b, hk, terms, zs, rule, seed, c, drop, b, h, n,
                                 bh, i0, ba, be, Tq, Tk, offset, left, right, D, DV, BD, BV, BM, BN, BANDS, MASKED,
-                                DROPOUT, False, TMA, BAND_STAGES)  # fmt: skip
+                                DROPOUT, False, NEGATIVE, PREC, TMA, BAND_STAGES)  # fmt: skip
     empty = l == 0.0
     l = tl.where(empty, 1.0, l)
     store_rows(o, so, b, h, i0, Tq, acc * (inverse / l)[:, None], DV, BM, BV)
@@ -163,7 +164,7 @@ def probabilities(q, k, lse, terms, z0, z1, z2, z3, z4, z5, z6, z7, out, dz, rul
                   drop, H, G, h0, heads, B, Tq, Tk, offset, lo, hi, left, right, batch, D: tl.constexpr,
                   BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, UNIT: tl.constexpr, BANDS: tl.constexpr,
                   SIDES: tl.constexpr, RANGED: tl.constexpr, MASKED: tl.constexpr, DROPOUT: tl.constexpr,
-                  TMA: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
+                  PREC: tl.constexpr, TMA: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
     """P of the band (as dropout leaves it) into a skewed buffer, for terms that multiply probabilities."""
     blocks = (Tq + BM - 1) // BM
     i0 = tl.program_id(0) % blocks * BM
@@ -182,7 +183,7 @@ def probabilities(q, k, lse, terms, z0, z1, z2, z3, z4, z5, z6, z7, out, dz, rul
         be = vhi
     qt = load_rows(q, sq, b, h, i0, Tq, D, BM, BD, TMA)
     for j in tl.range(ba, be, BN, num_stages=STAGES):
-        s = tl.dot(qt, tl.trans(load_rows(k, sk, b, h // G, j, Tk, D, BN, BD, TMA)), input_precision="ieee")
+        s = tl.dot(qt, tl.trans(load_rows(k, sk, b, h // G, j, Tk, D, BN, BD, TMA)), input_precision=PREC)
         z = tl.zeros([BM, BN], tl.float32)
         for t in tl.static_range(len(BANDS)):
             z += BANDS[t](terms[t], zs[t], b, h, n, i0, j, offset, Tq, Tk, BM, BN, False, TMA)

@@ -18,13 +18,13 @@ def _grad_query(acc, rows, q, g, ls, dl, k, sk, bk, hk, v, sv, bv, hv, terms, zs
                 drop, inverse, b, h, n, bh, i0, a, e, Tq, Tk, offset, left, right, D: tl.constexpr, DV: tl.constexpr,
                 BD: tl.constexpr, BV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BANDS: tl.constexpr,
                 VALUES: tl.constexpr, STORE: tl.constexpr, SUMS: tl.constexpr, MASKED: tl.constexpr,
-                DROPOUT: tl.constexpr, TMA: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
+                DROPOUT: tl.constexpr, PREC: tl.constexpr, TMA: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
     """acc += dS·K over the keys a … e − 1; STORE writes dS to the skewed buffer, SUMS adds its entries to `rows`."""
     for j in tl.range(a, e, BN, num_stages=STAGES):
         kt = load_rows(k, sk, bk, hk, j, Tk, D, BN, BD, TMA)
         vt = load_rows(v, sv, bv, hv, j, Tk, DV, BN, BV, TMA)
-        s = tl.dot(q, tl.trans(kt), input_precision="ieee")
-        dp = tl.dot(g, tl.trans(vt), input_precision="ieee")
+        s = tl.dot(q, tl.trans(kt), input_precision=PREC)
+        dp = tl.dot(g, tl.trans(vt), input_precision=PREC)
         if len(BANDS) > 0:
             z = tl.zeros([BM, BN], tl.float32)
             for t in tl.static_range(len(BANDS)):
@@ -46,7 +46,7 @@ def _grad_query(acc, rows, q, g, ls, dl, k, sk, bk, hk, v, sv, bv, hv, terms, zs
         ds = ds.to(kt.dtype)
         if STORE:
             store_skewed(out, dz, n, i0, j + out.shift, Tq, ds, BM, BN, TMA)
-        acc = tl.dot(ds, kt, acc, input_precision="ieee")
+        acc = tl.dot(ds, kt, acc, input_precision=PREC)
     return acc, rows
 
 
@@ -58,8 +58,8 @@ def grad_query(q, k, v, g, qx, kx, vx, dq, stats, stat, pad, terms, z0, z1, z2, 
                BANDS: tl.constexpr, VALUES: tl.constexpr, BAND: tl.constexpr, SIDES: tl.constexpr,
                SHIFT_Q: tl.constexpr, SHIFT_K: tl.constexpr, SHIFT_V: tl.constexpr, STORE: tl.constexpr,
                SUMS: tl.constexpr, PARTS: tl.constexpr, RANGED: tl.constexpr, MASKED: tl.constexpr,
-               ELEMENTWISE: tl.constexpr, DROPOUT: tl.constexpr, TMA: tl.constexpr, STAGES: tl.constexpr,
-               BAND_STAGES: tl.constexpr):  # fmt: skip
+               ELEMENTWISE: tl.constexpr, DROPOUT: tl.constexpr, PREC: tl.constexpr, TMA: tl.constexpr,
+               STAGES: tl.constexpr, BAND_STAGES: tl.constexpr):  # fmt: skip
     """dQ = τ·dS·K of BM queries, dS of the band into its skewed buffer, and the sums that the ends' rows need."""
     blocks = (Tq + BM - 1) // BM
     i0 = tl.program_id(0) % blocks * BM
@@ -111,7 +111,7 @@ def grad_query(q, k, v, g, qx, kx, vx, dq, stats, stat, pad, terms, z0, z1, z2, 
                     acc, rows = _grad_query(acc, rows, qs, g_tile, lss, dl, k_, sk_, bk, hk_, v_, sv_, bv, hv, terms,
                                             zs, values, ys, out, dz, rule, seed, c, drop, inverse, b, h, n, bh, i0,
                                             pa, pe, Tq, Tk, offset, left, right, D, DV, BD, BV, BM, BN, (), (), False,
-                                            SUMS, part != 1, DROPOUT, TMA, STAGES)  # fmt: skip
+                                            SUMS, part != 1, DROPOUT, PREC, TMA, STAGES)  # fmt: skip
             if SUMS == "block":
                 tl.store(sums + (side * B * H + bh) * blocks + i0 // BM, tl.sum(tl.sum(rows, 1), 0))
             if SUMS == "row":
@@ -129,7 +129,7 @@ def grad_query(q, k, v, g, qx, kx, vx, dq, stats, stat, pad, terms, z0, z1, z2, 
         acc, _ = _grad_query(acc, tl.zeros([BM, BN], tl.float32), qs, g_tile, lss, dl, k, sk, b, hk, v, sv, b, hk,
                              terms, zs, values, ys, out, dz, rule, seed, c, drop, inverse, b, h, n, bh, i0, ba, be, Tq,
                              Tk, offset, left, right, D, DV, BD, BV, BM, BN, BANDS, VALUES, STORE, "none", MASKED,
-                             DROPOUT, TMA, BAND_STAGES)  # fmt: skip
+                             DROPOUT, PREC, TMA, BAND_STAGES)  # fmt: skip
     store_rows(dq, sdq, b, h, i0, Tq, acc * tau, D, BM, BD)
 
 
@@ -138,7 +138,7 @@ def _grad_key(dk, dv, k, v, q, sq, bq, g, sg, stats, stat, pad, plane, planes, t
               seed, c, drop, inverse, b, h, n, bh, j0, a, e, Tq, Tk, offset, left, right, D: tl.constexpr,
               DV: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
               BANDS: tl.constexpr, VALUES: tl.constexpr, STORE: tl.constexpr, MASKED: tl.constexpr,
-              DROPOUT: tl.constexpr, TMA: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
+              DROPOUT: tl.constexpr, PREC: tl.constexpr, TMA: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
     """dk += dSᵀ·Q and dv += Pᵀ·dO over the queries a … e − 1; tiles are [keys, queries]."""
     for i0 in tl.range(a, e, BM, num_stages=STAGES):
         i = i0 + tl.arange(0, BM)
@@ -146,7 +146,7 @@ def _grad_key(dk, dv, k, v, q, sq, bq, g, sg, stats, stat, pad, plane, planes, t
         gt = load_rows(g, sg, b, h, i0, Tq, DV, BM, BV, TMA)
         lss = load_statistics(stats, stat, plane, bh, i0, planes, pad, BM, TMA)
         dl = load_statistics(stats, stat, 3, bh, i0, planes, pad, BM, TMA)
-        s = tl.dot(k, tl.trans(qt), input_precision="ieee")
+        s = tl.dot(k, tl.trans(qt), input_precision=PREC)
         if len(BANDS) > 0:
             z = tl.zeros([BN, BM], tl.float32)
             for t in tl.static_range(len(BANDS)):
@@ -157,7 +157,7 @@ def _grad_key(dk, dv, k, v, q, sq, bq, g, sg, stats, stat, pad, plane, planes, t
         if MASKED:
             j = (j0 + tl.arange(0, BN))[:, None]
             p = tl.where(visible(rule, b, h, i[None, :], j, Tq, Tk, offset, left, right), p, 0.0)
-        dp = tl.dot(v, tl.trans(gt), input_precision="ieee")
+        dp = tl.dot(v, tl.trans(gt), input_precision=PREC)
         for t in tl.static_range(len(VALUES)):
             dp += VALUES[t](values[t], zvs[t], b, h, n, i0, j0, offset, Tq, Tk, BM, BN, True, TMA)
         pd = p
@@ -165,11 +165,11 @@ def _grad_key(dk, dv, k, v, q, sq, bq, g, sg, stats, stat, pad, plane, planes, t
             keep = tl.trans(kept(seed, bh, i0, j0, drop, BM, BN))
             pd = tl.where(keep, p * inverse, 0.0)
             dp = tl.where(keep, dp * inverse, 0.0)
-        dv = tl.dot(pd.to(gt.dtype), gt, dv, input_precision="ieee")
+        dv = tl.dot(pd.to(gt.dtype), gt, dv, input_precision=PREC)
         ds = (p * (dp - dl[None, :])).to(qt.dtype)
         if STORE:
             store_skewed(out, dz, n, j0, i0 + out.shift, Tk, ds, BN, BM, TMA)
-        dk = tl.dot(ds, qt, dk, input_precision="ieee")
+        dk = tl.dot(ds, qt, dk, input_precision=PREC)
     return dk, dv
 
 
@@ -180,8 +180,8 @@ def _key_head(dk, dv, q, k, v, g, qx, kx, vx, stats, stat, pad, terms, zs, value
               BM: tl.constexpr, BN: tl.constexpr, UNIT: tl.constexpr, BANDS: tl.constexpr, VALUES: tl.constexpr,
               BAND: tl.constexpr, SIDES: tl.constexpr, SHIFT_Q: tl.constexpr, SHIFT_K: tl.constexpr,
               SHIFT_V: tl.constexpr, STORE: tl.constexpr, PARTS: tl.constexpr, RANGED: tl.constexpr,
-              MASKED: tl.constexpr, ELEMENTWISE: tl.constexpr, DROPOUT: tl.constexpr, TMA: tl.constexpr,
-              STAGES: tl.constexpr, BAND_STAGES: tl.constexpr):  # fmt: skip
+              MASKED: tl.constexpr, ELEMENTWISE: tl.constexpr, DROPOUT: tl.constexpr, PREC: tl.constexpr,
+              TMA: tl.constexpr, STAGES: tl.constexpr, BAND_STAGES: tl.constexpr):  # fmt: skip
     """What one query head adds to dk and dv."""
     bh = b * H + h
     n = b * heads + h - h0
@@ -225,7 +225,7 @@ def _key_head(dk, dv, q, k, v, g, qx, kx, vx, stats, stat, pad, terms, zs, value
                     dk, dv = _grad_key(dk, dv, ks, vs, q_, sq_, bq, g, sg, stats, stat, pad, side + 1, B * H, terms, zs,
                                        values, ys, out, dz, rule, seed, c, drop, inverse, b, h, n, bh, j0, pa, pe, Tq,
                                        Tk, offset, left, right, D, DV, BD, BV, BM, BN, (), (), False, part != 1,
-                                       DROPOUT, TMA, STAGES)  # fmt: skip
+                                       DROPOUT, PREC, TMA, STAGES)  # fmt: skip
             at_part = (tl.cast(bh, tl.int64) * blocks + j0 // BN) * 2 + side
             if PARTS:
                 d = tl.arange(0, BD)
@@ -243,7 +243,7 @@ def _key_head(dk, dv, q, k, v, g, qx, kx, vx, stats, stat, pad, terms, zs, value
         vs = load_rows(v, sv, b, hk, j0, Tk, DV, BN, BV, TMA)
         dk, dv = _grad_key(dk, dv, ks, vs, q, sq, b, g, sg, stats, stat, pad, 0, B * H, terms, zs, values, ys, out, dz,
                            rule, seed, c, drop, inverse, b, h, n, bh, j0, ba, be, Tq, Tk, offset, left, right, D, DV,
-                           BD, BV, BM, BN, BANDS, VALUES, STORE, MASKED, DROPOUT, TMA, BAND_STAGES)  # fmt: skip
+                           BD, BV, BM, BN, BANDS, VALUES, STORE, MASKED, DROPOUT, PREC, TMA, BAND_STAGES)  # fmt: skip
     return dk, dv
 
 
@@ -255,7 +255,8 @@ def grad_key(q, k, v, g, qx, kx, vx, dk, dv, stats, stat, pad, terms, z0, z1, z2
              BANDS: tl.constexpr, VALUES: tl.constexpr, BAND: tl.constexpr, SIDES: tl.constexpr, SHIFT_Q: tl.constexpr,
              SHIFT_K: tl.constexpr, SHIFT_V: tl.constexpr, STORE: tl.constexpr, PARTS: tl.constexpr,
              SHARED: tl.constexpr, RANGED: tl.constexpr, MASKED: tl.constexpr, ELEMENTWISE: tl.constexpr,
-             DROPOUT: tl.constexpr, TMA: tl.constexpr, STAGES: tl.constexpr, BAND_STAGES: tl.constexpr):  # fmt: skip
+             DROPOUT: tl.constexpr, PREC: tl.constexpr, TMA: tl.constexpr, STAGES: tl.constexpr,
+             BAND_STAGES: tl.constexpr):  # fmt: skip
     """dK = τ·dSᵀ·Q and dV = Pᵀ·dO of BN keys, summed over the G query heads of their key head, in order."""
     blocks = (Tk + BN - 1) // BN
     j0 = tl.program_id(0) % blocks * BN
@@ -273,13 +274,14 @@ def grad_key(q, k, v, g, qx, kx, vx, dk, dv, stats, stat, pad, terms, z0, z1, z2
                                      dz, parts, vparts, rule, ranges, seed, sq, sk, sv, sg, sqx, skx, svx, c, inverse,
                                      drop, H, h0, heads, B, Tq, Tk, offset, lo, hi, left, right, batch, b, h, hk, j0, D,
                                      DV, BD, BV, BM, BN, UNIT, BANDS, VALUES, BAND, SIDES, SHIFT_Q, SHIFT_K, SHIFT_V,
-                                     STORE, PARTS, RANGED, MASKED, ELEMENTWISE, DROPOUT, TMA, STAGES,
+                                     STORE, PARTS, RANGED, MASKED, ELEMENTWISE, DROPOUT, PREC, TMA, STAGES,
                                      BAND_STAGES)  # fmt: skip
     else:
         acc_k, acc_v = _key_head(acc_k, acc_v, q, k, v, g, qx, kx, vx, stats, stat, pad, terms, zs, values, ys, out, dz,
                                  parts, vparts, rule, ranges, seed, sq, sk, sv, sg, sqx, skx, svx, c, inverse, drop,
                                  H, h0, heads, B, Tq, Tk, offset, lo, hi, left, right, batch, b, hk, hk, j0, D, DV,
                                  BD, BV, BM, BN, UNIT, BANDS, VALUES, BAND, SIDES, SHIFT_Q, SHIFT_K, SHIFT_V, STORE,
-                                 PARTS, RANGED, MASKED, ELEMENTWISE, DROPOUT, TMA, STAGES, BAND_STAGES)  # fmt: skip
+                                 PARTS, RANGED, MASKED, ELEMENTWISE, DROPOUT, PREC, TMA, STAGES,
+                                 BAND_STAGES)  # fmt: skip
     store_rows(dk, sdk, b, hk, j0, Tk, acc_k * tau, D, BN, BD)
     store_rows(dv, sdv, b, hk, j0, Tk, acc_v, DV, BN, BV)

@@ -20,7 +20,7 @@ def fold(dz, table, acc, sums, out, ranges, th, tr, origin, step, size, eh, er, 
          scale, head, stride, H, G, h0, heads, B, rows, others, offset, ahead, behind, shift, cmin, span, batch,
          D: tl.constexpr, BD: tl.constexpr, WM: tl.constexpr, WN: tl.constexpr, TM: tl.constexpr, CB: tl.constexpr,
          SIZE: tl.constexpr, RANGED: tl.constexpr, ACC: tl.constexpr, SUMS: tl.constexpr, SCALAR: tl.constexpr,
-         STAGES: tl.constexpr):  # fmt: skip
+         PREC: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
     """out_r = scale · (acc_r + Σ_column dz[r, column] · table[row_of(column)] + Σ_side sums[side, r] · end_table[end]).
 
     The G heads that share a key head are summed, in order. SCALAR: the table's rows are numbers (D = 1).
@@ -67,7 +67,7 @@ def fold(dz, table, acc, sums, out, ranges, th, tr, origin, step, size, eh, er, 
             else:
                 right_at = rows_of_h + row[:, None] * tr + d[None, :]
                 right = tl.load(right_at, mask=d[None, :] < D, other=0.0)
-                total = tl.dot(ds, right, total, input_precision="ieee")
+                total = tl.dot(ds, right, total, input_precision=PREC)
         if SUMS:
             for side in tl.static_range(2):
                 end = left_row
@@ -92,7 +92,7 @@ def fold(dz, table, acc, sums, out, ranges, th, tr, origin, step, size, eh, er, 
 def collect(dz, x, out, ranges, sx, head, stride, H, G, h0, heads, B, rows, others, offset, ahead, behind, shift, cmin,
             length, batch, D: tl.constexpr, BD: tl.constexpr, WM: tl.constexpr, WN: tl.constexpr, TM: tl.constexpr,
             CB: tl.constexpr, SIZE: tl.constexpr, RANGED: tl.constexpr, SCALAR: tl.constexpr, GATED: tl.constexpr,
-            STAGES: tl.constexpr):  # fmt: skip
+            PREC: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
     """out[h, ρ, c] = Σ over batch and rows r ≡ ρ of dz[r, cmin + c − ρ] · x_r (SCALAR: · gate_r, or 1)."""
     block = tl.program_id(0)
     local = tl.program_id(1) // 8
@@ -128,7 +128,7 @@ def collect(dz, x, out, ranges, sx, head, stride, H, G, h0, heads, B, rows, othe
         else:
             right_at = xhead + r.to(tl.int64)[:, None] * sx[2] + d[None, :]
             right = tl.load(right_at, mask=(r[:, None] < rows) & (d[None, :] < D), other=0.0)
-            total = tl.dot(tl.trans(ds), right, total, input_precision="ieee")
+            total = tl.dot(tl.trans(ds), right, total, input_precision=PREC)
     at = tl.cast(local * 8 + rho, tl.int64) * length + block * CB + cc
     if SCALAR:
         tl.store(out + at, number)

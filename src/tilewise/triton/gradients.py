@@ -168,8 +168,8 @@ class _Backward:
             D=L.d, DV=L.dv, BD=L.BD, BV=L.BV, BM=tiles.queries, BN=tiles.keys, UNIT=BLOCK, BANDS=bands[0],
             VALUES=bands[1], BAND=bool(L.ports), SIDES=L.sides, SHIFT_Q=bool(self.qtables), SHIFT_K=bool(self.ktables),
             SHIFT_V=bool(self.vtables), RANGED=L.mask.ranged, ELEMENTWISE=L.mask.elementwise,
-            DROPOUT=L.call.dropout_p > 0.0, TMA=self.tma, STAGES=tiles.stages, BAND_STAGES=tiles.band_stages,
-            num_warps=tiles.warps, num_stages=tiles.stages,
+            DROPOUT=L.call.dropout_p > 0.0, PREC=L.precision, TMA=self.tma, STAGES=tiles.stages,
+            BAND_STAGES=tiles.band_stages, num_warps=tiles.warps, num_stages=tiles.stages,
         )  # fmt: skip
 
     def _sizes(self, h0: int, heads: int):
@@ -240,7 +240,7 @@ class _Backward:
             (0, 0, 0) if x is None else x.strides, g.head, g.stride, L.H, group, h0, heads, L.B, g.rows, g.others,
             offset, ahead, behind, g.shift, g.first, length, L.mask.batch, D=width, BD=padded(width), WM=BLOCK,
             WN=BLOCK, TM=TM, CB=CB, SIZE=BLOCK, RANGED=L.mask.ranged, SCALAR=scalar, GATED=scalar and x is not None,
-            STAGES=stages, num_warps=warps,
+            PREC=L.precision, STAGES=stages, num_warps=warps,
         )  # fmt: skip
         order, starts = _by_row(port.rows, g, grad.shape[1], L.device)
         left, right = L.ends[n] if L.sides else (-1, -1)

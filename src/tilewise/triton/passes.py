@@ -25,6 +25,8 @@ def forward(call: Call, o: Tensor, lse: Tensor, kept: Tensor | None = None) -> N
         from . import linear
 
         reasons = linear.unsuited(L)
+        if call.scale < 0.0:
+            reasons.append(f"scale is {call.scale}; it takes scales ≥ 0")
         if not reasons:
             return linear.forward(L, o, lse)
         if skew == "shared":
@@ -54,7 +56,8 @@ def forward(call: Call, o: Tensor, lse: Tensor, kept: Tensor | None = None) -> N
             BD=L.BD, BV=L.BV, BM=tiles.queries, BN=tiles.keys, UNIT=BLOCK, BANDS=tuple(f[0] for f in functions),
             EDGES=tuple(f[1] for f in functions) if L.sides else (), BAND=bool(L.ports), SIDES=L.sides,
             SHIFT_Q=bool(qtables), SHIFT_V=bool(vtables), RANGED=L.mask.ranged, MASKED=L.masked(L.block_of(tiles)[1]),
-            ELEMENTWISE=L.mask.elementwise, DROPOUT=call.dropout_p > 0.0, EXACT=L.bytes == 4, TMA=tma,
+            ELEMENTWISE=L.mask.elementwise, DROPOUT=call.dropout_p > 0.0, EXACT=L.bytes == 4,
+            NEGATIVE=call.scale < 0.0, PREC=L.precision, TMA=tma,
             STAGES=tiles.stages, BAND_STAGES=tiles.band_stages, num_warps=tiles.warps, num_stages=tiles.stages,
         )  # fmt: skip
     if L.values:
@@ -129,7 +132,8 @@ def store_probabilities(L: Layout, made: dict, lse: Tensor, tiles: Tiles, h0: in
         L.mask.rule, L.mask.queries, L.seed, L.q.strides, L.k.strides, L.c, L.inverse, L.drop, L.H, L.G, h0, heads, L.B,
         L.Tq, L.Tk, L.call.offset, L.lo, L.hi, L.mask.left, L.mask.right, L.mask.batch, D=L.d, BD=L.BD,
         BM=tiles.queries, BN=tiles.keys, UNIT=BLOCK, BANDS=tuple(f[0] for f in functions), SIDES=L.sides,
-        RANGED=L.mask.ranged, MASKED=L.masked(), DROPOUT=L.call.dropout_p > 0.0, TMA=tma, STAGES=tiles.stages,
+        RANGED=L.mask.ranged, MASKED=L.masked(), DROPOUT=L.call.dropout_p > 0.0, PREC=L.precision, TMA=tma,
+        STAGES=tiles.stages,
         num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip
     return out
@@ -149,8 +153,8 @@ def fold_rows(L, n, buffer, acc, sums, out, scale, h0, heads, group, shape) -> N
         L.head_stride(n), table.stride(1), table, (0, 0, 0) if acc is None else acc.stride()[:3], out.stride()[:3],
         left, right, scale, g.head, g.stride, L.H, group, h0, heads, L.B, g.rows, g.others, offset, ahead, behind,
         g.shift, g.first, g.span, L.mask.batch, D=width, BD=padded(width), WM=BLOCK, WN=BLOCK, TM=TM, CB=CB, SIZE=BLOCK,
-        RANGED=L.mask.ranged, ACC=acc is not None, SUMS=sums is not None, SCALAR=scalar, STAGES=stages,
-        num_warps=warps,
+        RANGED=L.mask.ranged, ACC=acc is not None, SUMS=sums is not None, SCALAR=scalar, PREC=L.precision,
+        STAGES=stages, num_warps=warps,
     )  # fmt: skip
 
 

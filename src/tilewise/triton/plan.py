@@ -154,6 +154,7 @@ class Layout(Facts):
         self.inverse = 1.0 / (1.0 - call.dropout_p)
         self.seed = self.anchor if call.seed is None else call.seed
         self.keeping = kept
+        self.precision = _precision(call)
 
     @cached_property
     def mask(self) -> Masking:
@@ -262,7 +263,8 @@ class Layout(Facts):
             project, (8 * cdiv(g.rows, 8 * TM) * buffer.n,), x.x, at.table, buffer.memory, self.ranges(g.keyed),
             x.strides, *at.args, scale, g.head, g.stride, self.H, group, h0, heads, g.rows, g.others, offset, ahead,
             behind, g.shift, g.first, g.span, self.mask.batch, D=width, BD=padded(width), WM=tile[0], WN=tile[1],
-            TM=TM, CB=CB, SIZE=BLOCK, RANGED=self.mask.ranged, STAGES=stages, num_warps=warps,
+            TM=TM, CB=CB, SIZE=BLOCK, RANGED=self.mask.ranged, PREC=self.precision, STAGES=stages,
+            num_warps=warps,
         )  # fmt: skip
 
     def slab(self, n: int, block: tuple[int, int]) -> Slab:
@@ -323,6 +325,15 @@ def _table(port: Port, dtype: torch.dtype) -> Tensor:
         table = table.to(dtype)
         return table if table.stride(-1) == 1 else table.contiguous()
     return table.to(torch.float32) if table.dtype == torch.float64 else table
+
+
+def _precision(call: Call) -> str:
+    """How products of fp32 tiles are formed; 16-bit tiles have one way, under the same name so that nothing is new."""
+    if call.q.dtype != torch.float32 or call.options.fp32 == "ieee":
+        return "ieee"
+    if call.options.fp32 == "auto" and torch.backends.cuda.matmul.fp32_precision != "tf32":
+        return "ieee"
+    return "tf32"
 
 
 @lru_cache(maxsize=64)

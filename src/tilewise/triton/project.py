@@ -70,7 +70,7 @@ def expand(table, rows_of, out, th, tr, columns, D: tl.constexpr, BD: tl.constex
 def project(x, table, z, ranges, sx, th, tr, origin, step, size, scale, head, stride, H, G, h0, heads, rows, others,
             offset, ahead, behind, shift, cmin, span, batch, D: tl.constexpr, BD: tl.constexpr, WM: tl.constexpr,
             WN: tl.constexpr, TM: tl.constexpr, CB: tl.constexpr, SIZE: tl.constexpr, RANGED: tl.constexpr,
-            STAGES: tl.constexpr):  # fmt: skip
+            PREC: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
     """z[r, column] = scale · x_r · table[row_of(column)], skewed: program (tile, residue), batch·heads."""
     tiles = (rows + 8 * TM - 1) // (8 * TM) * 8
     pid = tl.program_id(0) % tiles
@@ -99,7 +99,7 @@ def project(x, table, z, ranges, sx, th, tr, origin, step, size, scale, head, st
     for block in tl.range(bfrom, bto, num_stages=STAGES):
         row = row_of(block * CB + cc - rho, origin, step, size)
         right = tl.load(table + row[None, :] * tr + d[:, None], mask=d[:, None] < D, other=0.0)
-        value = tl.dot(left, right, input_precision="ieee") * scale
+        value = tl.dot(left, right, input_precision=PREC) * scale
         if z.dtype.element_ty == tl.float16:
             value = tl.clamp(value, -65504.0, 65504.0)
         place = (first + 8 * t + (cmin + block * CB))[:, None] + cc[None, :]
