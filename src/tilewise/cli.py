@@ -159,6 +159,7 @@ def _show(everything: dict) -> None:
     for device in everything["devices"]:
         rest = ", ".join(f"{key} {value}" for key, value in device.items() if key not in ("device", "name"))
         console.print(f"{device['device']}: {device['name']} ({rest})")
+    console.print(f"Tile shapes: {everything['tiles'] or 'built in'}")
     table = Table("implementation", "mechanism", "usable", "why not", title=f"On {everything['support'][0]['device']}")
     for line in everything["support"]:
         usable = "[green]yes[/green]" if line["usable"] else "[yellow]no[/yellow]"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import os
 import platform
 from typing import Any
@@ -109,7 +110,10 @@ def _present(device: torch.device | str) -> torch.device:
 
 
 def environment() -> dict[str, Any]:
-    """Versions and devices: ``versions`` (None where a package is missing), ``python``, ``platform``, ``devices``."""
+    """Versions and devices: ``versions`` (None where a package is missing), ``python``, ``platform``, ``devices``.
+
+    ``tiles`` is the file of tile shapes that the Triton kernels read, None where they use the built-in ones.
+    """
     packages = ("tilewise", "torch", "triton", "transformers", "numpy")
     devices = [{"device": "cpu", "name": _cpu_name(), "cores": os.cpu_count(), "threads": torch.get_num_threads()}]
     for index in range(torch.cuda.device_count()):
@@ -123,7 +127,17 @@ def environment() -> dict[str, Any]:
         "python": platform.python_version(),
         "platform": platform.platform(),
         "devices": devices,
+        "tiles": _tiles(),
     }
+
+
+def _tiles() -> str | None:
+    if importlib.util.find_spec("triton") is None:
+        return None
+    from .triton.tuned import path_in_use
+
+    path = path_in_use()
+    return None if path is None else str(path)
 
 
 def _version(package: str) -> str | None:

@@ -171,3 +171,58 @@ def plan(
         typer.echo(f"  {choice.impl:<10} {'runs' if not choice.reasons else 'does not: ' + '; '.join(choice.reasons)}")
     for what, mib in planning.memory_mib(sizes, kind).items():
         typer.echo(f"  {what:<36} {mib:12,.1f} MiB")
+
+
+@app.command()
+def tune(
+    classes: Annotated[
+        str | None, typer.Option(help="plain, scalar, query, key, identity, value; default all.")
+    ] = None,
+    passes: Annotated[str | None, typer.Option(help="forward, projection, queries, keys, fold; default all.")] = None,
+    lengths: Annotated[str, typer.Option(help="Keys at which shapes are compared.")] = "512,2048,8192",
+    out: Annotated[Path | None, typer.Option(help="File; default: the one that calls read, else the cache's.")] = None,
+    compile_limit: Annotated[float, typer.Option(help="Seconds for compiling ahead, by many processes.")] = 300.0,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Say what would be measured, and where it would go.")
+    ] = False,
+) -> None:
+    """Measure a few tile shapes for each kind of call on this GPU, and let every later call use the fastest.
+
+    The result goes to TILEWISE_TILES, else to tilewise/tiles.json in the user's cache folder, where calls find it;
+    TILEWISE_TILES=builtin turns it off.
+    """
+    import importlib.util
+    import os
+
+    if importlib.util.find_spec("triton") is None:
+        raise typer.BadParameter("triton is not installed: there are no tiles to tune")
+    from ..triton import tuned
+    from . import tune as tuning
+
+    def names(text: str | None, legal: tuple[str, ...], what: str) -> list[str]:
+        chosen = _names(text) or list(legal)
+        if unknown := [name for name in chosen if name not in legal]:
+            raise typer.BadParameter(f"{what} {unknown[0]!r}; expected some of {', '.join(legal)}")
+        return chosen
+
+    kinds = names(classes, tuple(tuning.CLASSES), "classes")
+    chosen = list(tuning.jobs(kinds, names(passes, tuning.PASSES, "passes"), _numbers(lengths)))
+    named = os.environ.get(tuned.VARIABLE)
+    path = out or (tuned.default_path() if named in (None, "", tuned.BUILTIN) else Path(named))
+    if dry_run:
+        for what, kind, _, N in chosen:
+            shown = ", ".join("×".join(map(str, shape)) for shape in tuning.shapes(what, kind, N))
+            typer.echo(f"{what:<11}{kind:<9}{N:>6}  {shown}")
+        trials = sum(len(tuning.shapes(what, kind, N)) for what, kind, _, N in chosen)
+        typer.echo(f"{trials} measurements, results to {path}")
+        return
+    _device("cuda")
+    import torch
+
+    gpu = torch.cuda.get_device_name()
+    if path.is_file():
+        tuned.read(path)
+    tuning.precompile(chosen, compile_limit, typer.echo)
+    table = tuning.tune(tuning.measure(), kinds, names(passes, tuning.PASSES, "passes"), _numbers(lengths), typer.echo)
+    tuned.write(path, gpu, table)
+    typer.echo(f"{len(table)} entries of {gpu} are faster than the built-in ones. Written to {path}")

@@ -1,10 +1,19 @@
-"""Tile shapes: a small table of measured choices; the nearest entry serves what was not measured."""
+"""Tile shapes: a small table of measured choices, and what a user's own measurements replace in it.
+
+The nearest entry serves what was not measured. ``tilewise bench tune`` writes the file of a user's GPU (:mod:`.tuned`).
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
-__all__ = ["MEASURED", "Limits", "Tiles", "backward_tiles", "fold_tiles", "forward_tiles", "projection_tiles"]
+from .tuned import Table, table_of
+
+__all__ = [
+    "MEASURED", "Limits", "Tiles", "backward_tiles", "fold_tiles", "forward_tiles", "projection_tiles", "using",
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -20,18 +29,22 @@ class Tiles:
 
 @dataclass(frozen=True)
 class Limits:
-    """What a device allows: bytes of shared memory a program, tensor descriptors (sm_90 on), Hopper's own kernels."""
+    """What a device allows: bytes of shared memory a program, tensor descriptors (sm_90 on), Hopper's own kernels.
+
+    `gpu` is the name under which its own tile shapes would be found.
+    """
 
     shared: int
     descriptors: bool
     hopper: bool = False
+    gpu: str = ""
 
     @classmethod
-    def of(cls, capability: tuple[int, int], shared: int) -> Limits:
-        return cls(shared, capability >= (9, 0), capability == (9, 0))
+    def of(cls, capability: tuple[int, int], shared: int, gpu: str = "") -> Limits:
+        return cls(shared, capability >= (9, 0), capability == (9, 0), gpu)
 
 
-MEASURED: dict[tuple[str, str], tuple[tuple[int, tuple[int, ...]], ...]] = {
+MEASURED: Table = {
     ("forward", "plain"): ((0, (64, 64, 4, 3, 2)), (2048, (64, 128, 4, 3, 2))),
     ("forward", "scalar"): ((0, (64, 64, 4, 3, 2)), (4096, (64, 128, 4, 3, 2))),
     ("forward", "query"): ((0, (64, 64, 4, 3, 2)),),
@@ -58,8 +71,23 @@ MEASURED: dict[tuple[str, str], tuple[tuple[int, tuple[int, ...]], ...]] = {
 """(what, class of call) ↦ (keys from, shape), for 16-bit inputs of width 64 on an H200 (docs/relative-tuning.md)."""
 
 
-def _measured(what: str, kind: str, N: int) -> tuple[int, ...]:
-    return [shape for first, shape in MEASURED[what, kind] if N >= first][-1]
+_used: list[Table] = []
+
+
+@contextmanager
+def using(table: Table) -> Iterator[None]:
+    """Inside, these entries come before all others."""
+    _used.append(table)
+    try:
+        yield
+    finally:
+        _used.remove(table)
+
+
+def _measured(what: str, kind: str, N: int, gpu: str) -> tuple[int, ...]:
+    tables = (*reversed(_used), table_of(gpu), MEASURED)
+    entries = next(table[what, kind] for table in tables if (what, kind) in table)
+    return [shape for first, shape in entries if N >= first][-1]
 
 
 def forward_tiles(d: int, bytes_: int, N: int, kind: str, limits: Limits) -> Tiles:
@@ -67,13 +95,13 @@ def forward_tiles(d: int, bytes_: int, N: int, kind: str, limits: Limits) -> Til
     if bytes_ == 4:
         return _fit(Tiles(32, 32, 4, 2, 2), d, bytes_, limits)
     if d <= 64:
-        return _fit(Tiles(*_measured("forward", kind, N)), d, bytes_, limits)
+        return _fit(Tiles(*_measured("forward", kind, N, limits.gpu)), d, bytes_, limits)
     # What value-side terms leave to the fold afterwards is decided on 64 × 64 blocks.
     tall = d <= 128 and kind not in ("value", "identity")
     return _fit(Tiles(128, 64, 8, 3, 2) if tall else Tiles(64, 64, 4 if d <= 128 else 8, 3, 2), d, bytes_, limits)
 
 
-def backward_tiles(d: int, bytes_: int, kind: str, keyed: bool, limits: Limits) -> Tiles:
+def backward_tiles(d: int, bytes_: int, N: int, kind: str, keyed: bool, limits: Limits) -> Tiles:
     """Tiles of a backward pass; keyed: the pass over keys. Bands live on 64 × 64 blocks, so none is larger there."""
     if bytes_ == 4:
         return _fit(Tiles(32, 32, 4, 2, 2), d, bytes_, limits)
@@ -82,23 +110,23 @@ def backward_tiles(d: int, bytes_: int, kind: str, keyed: bool, limits: Limits) 
     if d > 64:
         # Eight warps on 64 rows split every product's columns; narrow tiles keep four warps without spills.
         return _fit(Tiles(32, 64, 4, 2, 2) if keyed else Tiles(64, 32, 4, 3, 3), d, bytes_, limits)
-    return _fit(Tiles(*_measured("keys" if keyed else "queries", kind, 0)), d, bytes_, limits)
+    return _fit(Tiles(*_measured("keys" if keyed else "queries", kind, N, limits.gpu)), d, bytes_, limits)
 
 
-def projection_tiles(d: int, bytes_: int, N: int, kind: str) -> tuple[int, ...]:
+def projection_tiles(d: int, bytes_: int, N: int, kind: str, gpu: str = "") -> tuple[int, ...]:
     """(rows, columns, warps, stages) of the projection."""
     if bytes_ == 4:
         return 16, 32, 4, 2
     if d > 64:
         return (64, 64, 4, 2) if d <= 128 else (32, 64, 4, 2)
-    return _measured("projection", kind if ("projection", kind) in MEASURED else "query", N)
+    return _measured("projection", kind if ("projection", kind) in MEASURED else "query", N, gpu)
 
 
-def fold_tiles(d: int, bytes_: int) -> tuple[int, ...]:
+def fold_tiles(d: int, bytes_: int, N: int, gpu: str = "") -> tuple[int, ...]:
     """(rows, columns, warps, stages) of the fold and collect kernels."""
     if bytes_ == 4:
         return 16, 32, 4, 2
-    return _measured("fold", "", 0) if d <= 64 else (32, 64, 4, 2)
+    return _measured("fold", "", N, gpu) if d <= 64 else (32, 64, 4, 2)
 
 
 def _fit(tiles: Tiles, d: int, bytes_: int, limits: Limits) -> Tiles:

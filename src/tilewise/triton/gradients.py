@@ -59,12 +59,12 @@ class _Backward:
         self.cross = bool(self.qtables) and bool(self.ktables) and (self.parts_q or self.parts_k)
         self.sums = self._sums()
         self.tiles_q, self.tiles_k = self._tiles(False), self._tiles(True)
-        self.shape = projection_tiles(max(L.BD, L.BV), L.bytes, L.Tk, L.kind)
-        self.fold_shape = fold_tiles(max(L.BD, L.BV), L.bytes)
+        self.shape = projection_tiles(max(L.BD, L.BV), L.bytes, L.Tk, L.kind, L.limits.gpu)
+        self.fold_shape = fold_tiles(max(L.BD, L.BV), L.bytes, L.Tk, L.limits.gpu)
 
     def _tiles(self, keyed: bool) -> Tiles:
         L = self.L
-        return backward_tiles(max(L.BD, L.BV), L.bytes, L.kind, keyed, L.limits)
+        return backward_tiles(max(L.BD, L.BV), L.bytes, L.Tk, L.kind, keyed, L.limits)
 
     def _sums(self) -> str:
         """Which sums of dS over a saturated side the end rows need: none, one a block of queries, or one a query."""

@@ -42,7 +42,7 @@ def forward(call: Call, o: Tensor, lse: Tensor, kept: Tensor | None = None) -> N
     out = torch.empty(L.B, L.H, L.Tq, L.dv, dtype=torch.float32, device=L.device) if L.values else o
     per_head = sum(L.B * L.projection(n, L.block_of(tiles)).head for n in L.projected)
     heads = L.heads_at_once(per_head * L.zdtype.itemsize)
-    shape = projection_tiles(max(L.BD, L.BV), L.bytes, L.Tk, L.kind)
+    shape = projection_tiles(max(L.BD, L.BV), L.bytes, L.Tk, L.kind, L.limits.gpu)
     for h0 in range(0, L.H, heads):
         share = min(heads, L.H - h0)
         made = project_scores(L, L.block_of(tiles), h0, share, shape)
@@ -160,7 +160,8 @@ def fold_rows(L, n, buffer, acc, sums, out, scale, h0, heads, group, shape) -> N
 
 def _fold_values(L: Layout, out: Tensor, o: Tensor, lse: Tensor, shape, tma: bool) -> None:
     g = L.geometry(False, (BLOCK, BLOCK))
-    tiles = backward_tiles(max(L.BD, L.BV), L.bytes, L.kind, False, L.limits)
+    tiles = backward_tiles(max(L.BD, L.BV), L.bytes, L.Tk, L.kind, False, L.limits)
+    fold_shape = fold_tiles(max(L.BD, L.BV), L.bytes, L.Tk, L.limits.gpu)
     buffers = 1 + sum(L.ports[n].kind != "scalar" for n in L.score)
     heads = L.heads_at_once(buffers * L.B * g.head * L.bytes)
     for h0 in range(0, L.H, heads):
@@ -169,4 +170,4 @@ def _fold_values(L: Layout, out: Tensor, o: Tensor, lse: Tensor, shape, tma: boo
         P = store_probabilities(L, made, lse, tiles, h0, share, tma)
         for n in L.values:
             last = n == L.values[-1]
-            fold_rows(L, n, P, out, None, o if last else out, 1.0, h0, share, 1, fold_tiles(max(L.BD, L.BV), L.bytes))
+            fold_rows(L, n, P, out, None, o if last else out, 1.0, h0, share, 1, fold_shape)

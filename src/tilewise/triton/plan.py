@@ -52,7 +52,7 @@ def limits_of(device: torch.device) -> Limits:
     if device.type != "cuda":
         return Limits(232448, True, device.type == "meta")
     properties = torch.cuda.get_device_properties(device)
-    return Limits.of((properties.major, properties.minor), properties.shared_memory_per_block_optin)
+    return Limits.of((properties.major, properties.minor), properties.shared_memory_per_block_optin, properties.name)
 
 
 def padded(d: int) -> int:
