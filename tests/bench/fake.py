@@ -7,6 +7,7 @@ right in (b, 4); "hangs" does so in the backward of (a, 4); "slow" compiles unti
 import os
 import signal
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -22,8 +23,18 @@ class Fake:
     def baseline(self, device):
         return "sdpa"
 
-    def defaults(self, device):
-        return {"dtype": "float32", "heads": 1, "head_dim": 4, "tokens": 8, "lengths": (2, 4)}
+    def sizes(self, case, device):
+        return {"n": (2, 4), "width": (4,)}
+
+    def passes(self, case):
+        return ("fwd", "bwd")
+
+    def check_size(self, size):
+        if size["width"] != 4:
+            raise ValueError(f"width is {size['width']}; expected 4")
+
+    def dtype(self, device):
+        return "float32"
 
     def default_systems(self, device):
         return self.systems
@@ -31,12 +42,25 @@ class Fake:
     def supports(self, case, system, device):
         return True
 
+    def ceiling(self, case, system):
+        return False
+
     def compiles(self, system):
         return system == "slow"
 
+    def warm(self, cell):
+        return cell
+
+    def compiling(self, system):
+        return nullcontext()
+
+    def truth_bytes(self, cell):
+        return 64
+
     def inputs(self, cell):
-        generator = torch.Generator().manual_seed(cell.n)
-        return torch.randn(cell.n, 4, generator=generator), torch.ones(cell.n, 4)
+        n = cell.size["n"]
+        generator = torch.Generator().manual_seed(n)
+        return torch.randn(n, 4, generator=generator), torch.ones(n, 4)
 
     def build(self, cell):
         x, upstream = self.inputs(cell)
@@ -46,7 +70,7 @@ class Fake:
                 time.sleep(0.05)
 
         def run():
-            match cell.system, cell.case, cell.n:
+            match cell.system, cell.case, cell.size["n"]:
                 case "mixed", "a", 2:
                     os.kill(os.getpid(), signal.SIGKILL)
                 case "mixed", "b", 2:
@@ -64,7 +88,7 @@ class Fake:
         return Truth({"o": x.double().sin(), "dx": x.double().cos()}, {"o": 1e-7, "dx": 1e-7})
 
     def flops(self, cell, pass_):
-        return 1e6 * cell.n
+        return 1e6 * cell.size["n"]
 
     def packages(self):
         return ("torch", "no-such-package")

@@ -51,7 +51,9 @@ def test_verdict_refuses_nan():
 
 
 def test_truth_measures_the_low_error_in_the_dtype_of_the_inputs():
-    (cell,) = select("relative", "cpu", cases=["t5"], lengths=[16], systems=["eager"], tokens=32, dtype="bfloat16")
+    (cell,) = select(
+        "relative", "cpu", cases=["t5"], systems=["eager"], dtype="bfloat16", sizes={"n": [16], "tokens": [32]}
+    )
     made = RELATIVE.truth(cell)
     assert set(made.exact) == set(made.low_error) == {"o", "dq", "dk", "dv", "dweight"}
     assert made.exact["o"].dtype == torch.float32
@@ -59,4 +61,4 @@ def test_truth_measures_the_low_error_in_the_dtype_of_the_inputs():
     x, upstream = RELATIVE.inputs(cell)
     assert x["q"].dtype == torch.bfloat16
     wide = {n: t.float() for n, t in x.items()}
-    assert truth(CASES["t5"], RELATIVE.sizes(cell), wide, upstream.float()).low_error["o"] < 1e-5
+    assert truth(CASES["t5"], RELATIVE.call(cell), wide, upstream.float()).low_error["o"] < 1e-5

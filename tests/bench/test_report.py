@@ -16,7 +16,7 @@ SPEEDS = {"tilewise": 1.0, "flex": 2.0, "eager": 9.0}
 
 
 def made():
-    cells = runner.select("relative", "cuda", cases=["t5"], lengths=[128, 512], systems=list(SPEEDS))
+    cells = runner.select("relative", "cuda", cases=["t5"], sizes={"n": [128, 512]}, systems=list(SPEEDS))
     out = [
         {"record": "environment", "run": "r", "set": "relative", "date": "2026-01-02", "gpu": "H200", "cuda": "13.0",
          "versions": {"torch": "2.11.0", "flashdeberta": None}, "options": {}},
@@ -24,8 +24,8 @@ def made():
     for cell in cells:
         for pass_ in cell.passes:
             r = blank(RELATIVE, cell, pass_) | {"run": "r"}
-            ms = SPEEDS[cell.system] * (3.0 if (cell.system, cell.n) == ("tilewise", 128) else 1.0)
-            if (cell.system, cell.n, pass_) == ("eager", 512, "bwd"):
+            ms = SPEEDS[cell.system] * (3.0 if (cell.system, cell.size["n"]) == ("tilewise", 128) else 1.0)
+            if (cell.system, cell.size["n"], pass_) == ("eager", 512, "bwd"):
                 r["error"] = "OutOfMemoryError: so much"
             else:
                 r |= {"ok": True, "ms": ms, "tflops": 500.0 / ms, "ratio_to_baseline": 1 / ms, "peak_mib": 24.0 * ms}

@@ -57,7 +57,7 @@ def test_every_pass_of_a_cell_has_a_record_with_its_samples(mixed):
         assert [len(s) for s in r["samples"]["system"]] == [2, 2]
         assert [len(s) for s in r["samples"]["baseline"]] == [2, 2]
         assert set(r["numerics"]) == checked
-        assert any(f"4 {pass_} mixed" in line and " of sdpa" in line for line in lines)
+        assert any(f"4 {pass_}  mixed" in line and " of sdpa" in line for line in lines)
 
 
 def test_a_wrong_result_has_no_speed(mixed):
@@ -108,7 +108,7 @@ def test_limits_end_a_run_or_a_hanging_process_and_the_same_call_goes_on(tmp_pat
 def test_what_compiles_for_too_long_comes_last(tmp_path, monkeypatch):
     quick = tmp_path / "from here on it compiles at once"
     monkeypatch.setenv("SLOW_COMPILER", str(quick))
-    cells = runner.select("fake", "cpu", systems=["slow", "fine"], cases=["a"], lengths=[2])
+    cells = runner.select("fake", "cpu", systems=["slow", "fine"], cases=["a"], sizes={"n": [2]})
     lines = []
 
     def say(line):
@@ -130,17 +130,19 @@ def test_select_names_what_is_wrong():
     with pytest.raises(ValueError, match="pass is 'both'"):
         runner.select("relative", "cpu", passes=["both"])
     with pytest.raises(ValueError, match="length is 4096; expected 2 to tokens = 1024"):
-        runner.select("relative", "cpu", lengths=[4096])
+        runner.select("relative", "cpu", sizes={"n": [4096]})
     with pytest.raises(ValueError, match="set is 'depths'; expected 'relative'"):
         runner.select("depths", "cpu")
+    with pytest.raises(ValueError, match="size is 'width'; expected one of n, heads, head_dim, tokens"):
+        runner.select("relative", "cpu", sizes={"width": [64]})
     with pytest.raises(ValueError, match="no system of the set runs these cases on cpu"):
         runner.select("relative", "cpu", cases=["t5"], systems=["flashdeberta"])
 
 
 def test_select_on_a_gpu_is_the_published_table():
     cells = runner.select("relative", "cuda")
-    assert {c.n for c in cells} == {128, 256, 512, 1024, 2048, 4096, 8192}
-    assert {(c.dtype, c.heads, c.head_dim, c.tokens) for c in cells} == {("float16", 12, 64, 16384)}
+    assert {c.size["n"] for c in cells} == {128, 256, 512, 1024, 2048, 4096, 8192}
+    assert {(c.dtype, *list(c.size.values())[1:]) for c in cells} == {("float16", 12, 64, 16384)}
     systems = {case: {c.system for c in cells if c.case == case} for case in ("none", "t5", "deberta_v3")}
     assert systems["none"] == {"tilewise", "cudnn", "sdpa-flash", "flex"}
     assert systems["t5"] == {"tilewise", "eager", "compile", "sdpa-bias", "flex", "flex-dense"}

@@ -13,9 +13,9 @@ from tilewise.bench.runner import select
 
 
 def cell_of(case, system, n=40, **rest):
-    rest = {"heads": 2, "head_dim": 16, "tokens": 2 * n, **rest}
-    cells = select("relative", "cpu", cases=[case], lengths=[n], systems=[system], **rest)
-    return cells[0]
+    sizes = {"n": n, "heads": 2, "head_dim": 16, "tokens": 2 * n, **rest}
+    sizes = {name: [value] for name, value in sizes.items()}
+    return select("relative", "cpu", cases=[case], systems=[system], sizes=sizes)[0]
 
 
 PAIRS = [
@@ -45,7 +45,7 @@ def test_flex_formulations_agree_with_the_oracle(case, system, monkeypatch):
     monkeypatch.setattr(systems, "_flex", lambda: flex_attention)
     cell = cell_of(case, "eager")
     x, _ = RELATIVE.inputs(cell)
-    o = systems.SYSTEMS[system](CASES[case], RELATIVE.sizes(cell), x)()
+    o = systems.SYSTEMS[system](CASES[case], RELATIVE.call(cell), x)()
     assert verdict(o, RELATIVE.truth(cell).exact["o"], 1e-6)["published"]
 
 

@@ -1,6 +1,7 @@
 """Which errors cost a pass and which cost the process; the order of records; unusable numbers."""
 
 import json
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -10,7 +11,7 @@ from tilewise.bench import worker
 from tilewise.bench.cells import Cell, Truth, Workload
 from tilewise.bench.timing import Plan
 
-CELL = Cell("fake", "a", 4, "x", dtype="float32", heads=1, head_dim=4, tokens=8, device="cpu")
+CELL = Cell("fake", "a", "x", {"n": 4, "width": 4}, dtype="float32", device="cpu")
 PLAN = Plan(rounds=1, replays=1)
 
 
@@ -22,6 +23,15 @@ class Bench:
 
     def baseline(self, device):
         return "sdpa"
+
+    def ceiling(self, case, system):
+        return False
+
+    def warm(self, cell):
+        return cell
+
+    def compiling(self, system):
+        return nullcontext()
 
     def flops(self, cell, pass_):
         return 1e9

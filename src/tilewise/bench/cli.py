@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -29,6 +30,15 @@ def _numbers(text: str | None) -> list[int] | None:
     return [int(name) for name in names]
 
 
+def _sizes(given: list[str] | None, named: dict[str, list[int] | int | None]) -> dict[str, list[int]]:
+    """Size field ↦ values, from ``NAME=N,…`` and from the options that are fields of the relative set."""
+    sizes = {name: value if isinstance(value, list) else [value] for name, value in named.items() if value is not None}
+    for text in given or ():
+        name, _, numbers = text.partition("=")
+        sizes[name.strip()] = _numbers(numbers)
+    return sizes
+
+
 def _device(name: str) -> str:
     import torch
 
@@ -49,16 +59,24 @@ def _dtype(name: str | None) -> str | None:
 
 @app.command()
 def run(
-    set_name: Annotated[str, typer.Option("--set", help="Which benchmarks: relative.")] = "relative",
-    cases: Annotated[str | None, typer.Option(help="Mechanisms, such as t5,shaw; default all.")] = None,
+    set_name: Annotated[str, typer.Option("--set", help="Which benchmarks: relative, depth or carried.")] = "relative",
+    cases: Annotated[str | None, typer.Option(help="Cases of the set, such as t5,shaw; default all.")] = None,
     lengths: Annotated[str | None, typer.Option(help="Sequence lengths, such as 512,2048.")] = None,
-    passes: Annotated[str, typer.Option(help="fwd, bwd or both.")] = "fwd,bwd",
+    size: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=N,…", help="Values of a size field in place of the set's own; repeatable."),
+    ] = None,
+    passes: Annotated[str | None, typer.Option(help="fwd, bwd or step, such as fwd,bwd; default all.")] = None,
     systems: Annotated[str | None, typer.Option(help="Systems, such as tilewise,flex; default all.")] = None,
     device: Annotated[str, typer.Option(help="auto, cuda or cpu.")] = "auto",
     dtype: Annotated[str | None, typer.Option(help="float16 (default on a GPU), bfloat16 or float32.")] = None,
     heads: Annotated[int | None, typer.Option(min=1)] = None,
     head_dim: Annotated[int | None, typer.Option(min=8)] = None,
     tokens: Annotated[int | None, typer.Option(min=2, help="Tokens of a batch: B = tokens / length.")] = None,
+    vllm_source: Annotated[
+        Path | None,
+        typer.Option(exists=True, dir_okay=False, help="vLLM's kimi_k3/nvidia/ops/attn_res.py, for system vllm."),
+    ] = None,
     json_path: Annotated[
         Path | None, typer.Option("--json", help="Results; default benchmarks/results/<gpu>/<set>.json.")
     ] = None,
@@ -79,20 +97,23 @@ def run(
     """
     from . import records, runner
     from .report import ours
+    from .sets import VLLM_SOURCE
     from .timing import Plan
 
     where = _device(device)
+    if vllm_source is not None:
+        os.environ[VLLM_SOURCE] = str(vllm_source.resolve())
     try:
         cells = runner.select(
-            set_name, where, cases=_names(cases), lengths=_numbers(lengths), passes=_names(passes),
-            systems=_names(systems), dtype=_dtype(dtype), heads=heads, head_dim=head_dim, tokens=tokens,
+            set_name, where, cases=_names(cases), passes=_names(passes), systems=_names(systems), dtype=_dtype(dtype),
+            sizes=_sizes(size, {"n": _numbers(lengths), "heads": heads, "head_dim": head_dim, "tokens": tokens}),
         )  # fmt: skip
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
     plan = Plan(rounds=3, replays=5, round_ms=25.0) if quick or where == "cpu" else Plan()
     if dry_run:
         for cell in cells:
-            typer.echo(f"{cell.case:<15}{cell.n:>6} {','.join(cell.passes):<8} {cell.system}")
+            typer.echo(f"{cell.case:<15}{cell.order[0]:>6} {','.join(cell.passes):<8} {cell.system}")
         typer.echo(f"{len(cells)} cells, about {runner.estimate(cells, plan):.0f} s")
         return
     path = json_path or Path("benchmarks/results") / records.gpu_name(where).lower() / f"{set_name}.json"

@@ -13,7 +13,7 @@ from ..terms import Port, lower
 from ..testing import Case, Sizes
 from .cells import Truth
 
-__all__ = ["dense_attention", "truth", "verdict"]
+__all__ = ["dense_attention", "gate", "truth", "verdict"]
 
 
 def verdict(got: Tensor, exact: Tensor, low_error: float, *, factor: float = 2.0) -> dict:
@@ -39,6 +39,12 @@ def verdict(got: Tensor, exact: Tensor, low_error: float, *, factor: float = 2.0
         "published": elementwise or relative <= 8 * unit,
         "budget": error <= allowed,
     }
+
+
+def gate(got: Tensor, exact: Tensor, low_error: float, strict: bool) -> dict:
+    """:func:`verdict` with ``ok``: the published rule is met and, if `strict`, the budget too."""
+    found = verdict(got, exact, low_error)
+    return found | {"ok": found["published"] and (found["budget"] or not strict)}
 
 
 def truth(case: Case, sizes: Sizes, inputs: dict[str, Tensor], upstream: Tensor) -> Truth:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from .report import compared, ours
+from .report import Task, compared, ours
 
 __all__ = ["plot"]
 
@@ -24,7 +24,8 @@ def plot(records: Sequence[dict], folder: str | Path) -> list[Path]:
     """Write ``<case>-<dtype>-<head_dim>.png`` files into `folder`; a system keeps its colour in all of them.
 
     Upper row: TFLOP/s of forward and backward, with the plain-attention baseline measured in the same rounds as a grey
-    line; lower row: peak memory. A system without a valid result at a length has no point there.
+    line; lower row: peak memory. A system without a valid result at a length has no point there. Only sets that count
+    operations are drawn.
     """
     import matplotlib
 
@@ -34,14 +35,14 @@ def plot(records: Sequence[dict], folder: str | Path) -> list[Path]:
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     device = next((r["gpu"] for r in records if r.get("record") == "environment"), "")
-    groups = compared(records)
+    groups = compared([r for r in records if r.get("record") == "cell" and "n" in r])
     looks = _looks(list(groups.values()))
-    pictures: dict[tuple, dict[str, dict]] = {}
-    for (case, pass_, *rest), by_system in groups.items():
-        pictures.setdefault((case, *rest), {})[pass_] = by_system
+    pictures: dict[Task, dict[str, dict]] = {}
+    for task, by_system in groups.items():
+        pictures.setdefault(task._replace(pass_=""), {})[task.pass_] = by_system
     written = []
     with plt.style.context(_STYLE):
-        for (case, dtype, heads, head_dim, tokens), passes in pictures.items():
+        for task, passes in pictures.items():
             figure, axes = plt.subplots(2, len(passes), figsize=(4.6 * len(passes), 6.0), squeeze=False)
             for column, (pass_, by_system) in enumerate(sorted(passes.items(), reverse=True)):
                 _speed(axes[0][column], by_system, looks)
@@ -54,10 +55,10 @@ def plot(records: Sequence[dict], folder: str | Path) -> list[Path]:
             handles = {}
             for axis in axes.flat:
                 handles |= dict(zip(*reversed(axis.get_legend_handles_labels()), strict=True))
-            figure.suptitle(f"{_TITLES.get(case, case)} · {device}, {dtype}, {heads} × {head_dim}, {tokens:,} tokens")
+            figure.suptitle(f"{_TITLES.get(task.case, task.case)} · {device}, {task.dtype}, {task.sizes}")
             figure.legend(handles.values(), handles.keys(), loc="center left", bbox_to_anchor=(1.0, 0.5))
             figure.tight_layout()
-            path = folder / f"{case}-{dtype}-{head_dim}.png"
+            path = folder / f"{task.case}-{task.dtype}-{dict(task.fixed)['head_dim']}.png"
             figure.savefig(path)
             plt.close(figure)
             written.append(path)

@@ -14,15 +14,22 @@ from pathlib import Path
 import torch
 
 from .. import __version__
+from . import cells
 
-__all__ = ["environment", "gpu_name", "key", "load", "merge", "save"]
+__all__ = ["environment", "gpu_name", "key", "load", "merge", "save", "size"]
 
-_KEY = ("set", "case", "n", "pass", "system", "dtype", "heads", "head_dim", "tokens")
+_FIRST = ("n", "heads", "head_dim", "tokens")
+"""The size fields of records written before records named them."""
+
+
+def size(record: dict) -> dict[str, int]:
+    """The size fields of a cell's record, which it names in ``size``; the one that tables run over is the first."""
+    return {name: record[name] for name in record.get("size", _FIRST)}
 
 
 def key(record: dict) -> tuple:
     """What a record measures; a later record with the same key replaces an earlier one."""
-    return tuple(record[name] for name in _KEY)
+    return cells.key(*(record[name] for name in ("set", "case", "pass", "system", "dtype")), size(record))
 
 
 def gpu_name(device: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
@@ -64,11 +65,21 @@ class Relative:
     def baseline(self, device: str) -> str:
         return "cudnn" if device == "cuda" else "sdpa"
 
-    def defaults(self, device: str) -> dict:
+    def sizes(self, case: str, device: str) -> dict[str, tuple[int, ...]]:
         if device == "cuda":
             lengths = (128, 256, 512, 1024, 2048, 4096, 8192)
-            return {"dtype": "float16", "heads": 12, "head_dim": 64, "tokens": 16384, "lengths": lengths}
-        return {"dtype": "float32", "heads": 4, "head_dim": 64, "tokens": 1024, "lengths": (128, 512, 1024)}
+            return {"n": lengths, "heads": (12,), "head_dim": (64,), "tokens": (16384,)}
+        return {"n": (128, 512, 1024), "heads": (4,), "head_dim": (64,), "tokens": (1024,)}
+
+    def passes(self, case: str) -> tuple[str, ...]:
+        return ("fwd", "bwd")
+
+    def check_size(self, size: dict[str, int]) -> None:
+        if not 2 <= size["n"] <= size["tokens"]:
+            raise ValueError(f"length is {size['n']}; expected 2 to tokens = {size['tokens']}")
+
+    def dtype(self, device: str) -> str:
+        return "float16" if device == "cuda" else "float32"
 
     def default_systems(self, device: str) -> tuple[str, ...]:
         """Everything but the any-device path on a GPU, where nobody would choose it."""
@@ -80,19 +91,27 @@ class Relative:
     def compiles(self, system: str) -> bool:
         return system in ("tilewise", "compile", "flex", "flex-dense", "flashdeberta", "disentangled-flash")
 
-    def sizes(self, cell: Cell) -> Sizes:
-        batch = cell.tokens // cell.n
-        if batch < 1:
-            raise ValueError(f"n is {cell.n}; expected at most tokens = {cell.tokens}")
-        n, d, heads = cell.n, cell.head_dim, cell.heads
-        return Sizes(B=batch, H=heads, Hk=heads, Tq=n, Tk=n, d=d, d_v=d, published=True)
+    def ceiling(self, case: str, system: str) -> bool:
+        return case == "none"
+
+    def warm(self, cell: Cell) -> Cell:
+        return cell
+
+    def compiling(self, system: str) -> AbstractContextManager:
+        return nullcontext()
+
+    def call(self, cell: Cell) -> Sizes:
+        """The sizes of the attention call: tokens // n sequences of n tokens."""
+        n, tokens, d, heads = (cell.size[name] for name in ("n", "tokens", "head_dim", "heads"))
+        self.check_size(cell.size)
+        return Sizes(B=tokens // n, H=heads, Hk=heads, Tq=n, Tk=n, d=d, d_v=d, published=True)
 
     def inputs(self, cell: Cell) -> tuple[dict[str, Tensor], Tensor]:
         """(tensors by name, dO), drawn on the cell's device: the same in every process on the same machine.
 
         q is drawn so that τ·q·k has unit variance, tables with half a unit, as in :mod:`tilewise.testing`.
         """
-        sizes, case = self.sizes(cell), CASES[cell.case]
+        sizes, case = self.call(cell), CASES[cell.case]
         generator = torch.Generator(cell.device).manual_seed(cell.seed)
 
         def draw(shape: tuple[int, ...], deviation: float) -> Tensor:
@@ -108,7 +127,7 @@ class Relative:
     def build(self, cell: Cell) -> Workload:
         tensors, upstream = self.inputs(cell)
         leaves = {name: tensor.requires_grad_() for name, tensor in tensors.items()}
-        case, sizes = CASES[cell.case], self.sizes(cell)
+        case, sizes = CASES[cell.case], self.call(cell)
         run = (SYSTEMS | PEERS)[cell.system](case, sizes, leaves)
         copies = {name: leaves[name].detach().clone().requires_grad_() for name in ("q", "k", "v")}
         backend = SDPBackend.CUDNN_ATTENTION if self.baseline(cell.device) == "cudnn" else None
@@ -118,11 +137,16 @@ class Relative:
 
     def truth(self, cell: Cell) -> Truth:
         tensors, upstream = self.inputs(cell)
-        return truth(CASES[cell.case], self.sizes(cell), tensors, upstream)
+        return truth(CASES[cell.case], self.call(cell), tensors, upstream)
 
     def flops(self, cell: Cell, pass_: str) -> float:
         """4·B·H·N²·d forward, 10·B·H·N²·d backward; the terms' own work counts for nothing."""
-        return {"fwd": 4, "bwd": 10}[pass_] * (cell.tokens // cell.n) * cell.heads * cell.n**2 * cell.head_dim
+        s = self.call(cell)
+        return {"fwd": 4, "bwd": 10}[pass_] * s.B * s.H * s.Tq**2 * s.d
+
+    def truth_bytes(self, cell: Cell) -> int:
+        s = self.call(cell)
+        return 24 * s.B * s.H * s.Tq * s.d
 
     def packages(self) -> Iterable[str]:
         return ("torch", "triton", "transformers", "flashdeberta", "disentangled-flash")

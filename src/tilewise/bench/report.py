@@ -6,10 +6,34 @@ import importlib.util
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
-__all__ = ["Table", "compared", "lost", "ours", "render", "tables"]
+from .cells import PASSES
+from .records import size
 
-_PASSES = {"fwd": "forward", "bwd": "backward"}
+__all__ = ["Table", "Task", "compared", "lost", "ours", "render", "tables"]
+
+
+class Task(NamedTuple):
+    """What the systems of one table do; `fixed` are the size fields but the one that the table runs over."""
+
+    case: str
+    pass_: str
+    dtype: str
+    over: str
+    fixed: tuple[tuple[str, int], ...]
+
+    @property
+    def title(self) -> str:
+        return f"{self.case}, {PASSES[self.pass_]}: {self.dtype}, {self.sizes}"
+
+    @property
+    def sizes(self) -> str:
+        """The fixed sizes in words."""
+        found = dict(self.fixed)
+        if set(found) == {"heads", "head_dim", "tokens"}:
+            return f"{found['heads']} heads × {found['head_dim']}, {found['tokens']:,} tokens a batch"
+        return ", ".join(f"{name} {value:,}" for name, value in found.items())
 
 
 @dataclass(frozen=True)
@@ -35,21 +59,24 @@ def _ordered(values: Iterable[str]) -> list[str]:
     return sorted(dict.fromkeys(values), key=lambda name: not ours(name))
 
 
-def _workload(record: dict) -> tuple:
-    return record["case"], record["pass"], record["dtype"], record["heads"], record["head_dim"], record["tokens"]
-
-
-def compared(records: Sequence[dict]) -> dict[tuple, dict[str, dict[int, dict]]]:
-    """(case, pass, dtype, heads, head_dim, tokens) ↦ system ↦ length ↦ record."""
-    groups: dict[tuple, dict[str, dict[int, dict]]] = {}
+def compared(records: Sequence[dict]) -> dict[Task, dict[str, dict[int, dict]]]:
+    """Task ↦ system ↦ value of the size field that the table runs over ↦ record."""
+    groups: dict[Task, dict[str, dict[int, dict]]] = {}
     for r in _cells(records):
-        groups.setdefault(_workload(r), {}).setdefault(r["system"], {})[r["n"]] = r
+        (over, value), *fixed = size(r).items()
+        task = Task(r["case"], r["pass"], r["dtype"], over, tuple(fixed))
+        groups.setdefault(task, {}).setdefault(r["system"], {})[value] = r
     return groups
 
 
-def _title(workload: tuple) -> str:
-    case, pass_, dtype, heads, head_dim, tokens = workload
-    return f"{case}, {_PASSES[pass_]}: {dtype}, {heads} heads × {head_dim}, {tokens:,} tokens a batch"
+def _ceiling(record: dict) -> bool:
+    """Whether the system does less than the case asks for; before records said so, that was the case ``none``."""
+    return record.get("ceiling", record["case"] == "none")
+
+
+def _time(record: dict) -> float:
+    """Milliseconds, the harness's own share taken off where it was measured."""
+    return record.get("net_ms", record["ms"])
 
 
 def _speed(record: dict | None) -> str:
@@ -57,8 +84,10 @@ def _speed(record: dict | None) -> str:
         return ""
     if not record["ok"]:
         return "–"
-    tflops = f"{record['tflops']:.0f}" if record["tflops"] >= 10 else f"{record['tflops']:.2g}"
-    return f"{tflops} ({record['ratio_to_baseline']:.2f})"
+    shown = f"{_time(record):.3f}"
+    if record["tflops"] is not None:
+        shown = f"{record['tflops']:.0f}" if record["tflops"] >= 10 else f"{record['tflops']:.2g}"
+    return shown if record["ratio_to_baseline"] is None else f"{shown} ({record['ratio_to_baseline']:.2f})"
 
 
 def _memory(record: dict | None) -> str:
@@ -66,58 +95,61 @@ def _memory(record: dict | None) -> str:
 
 
 def tables(records: Sequence[dict]) -> list[Table]:
-    """TFLOP/s (ratio to the baseline) and peak MiB by length, one pair of tables a case and pass."""
+    """Speed (ratio to the baseline) and peak MiB by size, one pair of tables a case and pass."""
     made = []
-    for workload, systems in compared(records).items():
-        lengths = sorted({n for by_length in systems.values() for n in by_length})
+    for task, systems in compared(records).items():
+        columns = sorted({n for by_size in systems.values() for n in by_size})
         names = _ordered(systems)
-        baseline = next(iter(next(iter(systems.values())).values()))["baseline"]
+        every = [r for by_size in systems.values() for r in by_size.values()]
         fastest = set()
-        for column, n in enumerate(lengths, start=1):
-            timed = [(systems[s][n]["ms"], row) for row, s in enumerate(names) if systems[s].get(n, {}).get("ok")]
+        for column, n in enumerate(columns, start=1):
+            found = [(row, systems[s].get(n)) for row, s in enumerate(names)]
+            timed = [(_time(r), row) for row, r in found if r and r["ok"] and (not _ceiling(r) or task.case == "none")]
             if timed:
                 fastest.add((min(timed)[1], column))
-        header = ["system", *(f"{n:,}" for n in lengths)]
+        measure = "TFLOP/s" if any(r["tflops"] is not None for r in every) else "ms"
+        net = ", without the update" if any("net_ms" in r for r in every) else ""
+        plain = " without a term" if "n" == task.over else ""
+        header = ["system", *(f"{n:,}" for n in columns)]
         for what, show, marks in (
-            (f"TFLOP/s (ratio to {baseline} without a term)", _speed, frozenset(fastest)),
+            (f"{measure}{net} (ratio to {every[0]['baseline']}{plain})", _speed, frozenset(fastest)),
             ("peak MiB above the inputs", _memory, frozenset()),
         ):
-            rows = [[name, *(show(systems[name].get(n)) for n in lengths)] for name in names]
-            made.append(Table(f"{_title(workload)} · {what}", header, rows, marks))
+            rows = [[name, *(show(systems[name].get(n)) for n in columns)] for name in names]
+            made.append(Table(f"{task.title} · {what}", header, rows, marks))
     return made
 
 
 def lost(records: Sequence[dict]) -> Table:
-    """Cells where no system of ours is the fastest; the ceilings (case ``none``) are no competition."""
+    """Cells where no system of ours is the fastest; ceilings are no competition."""
     rows = []
-    for workload, systems in compared(records).items():
-        if workload[0] == "none" or not any(ours(s) for s in systems):
+    for task, everyone in compared(records).items():
+        systems = {s: {n: r for n, r in found.items() if not _ceiling(r)} for s, found in everyone.items()}
+        if not any(ours(s) and found for s, found in systems.items()):
             continue
-        for n in sorted({n for by_length in systems.values() for n in by_length}):
-            timed = {s: r[n]["ms"] for s, r in systems.items() if r.get(n, {}).get("ok")}
+        for n in sorted({n for by_size in systems.values() for n in by_size}):
+            timed = {s: _time(r[n]) for s, r in systems.items() if r.get(n, {}).get("ok")}
             mine = {s: ms for s, ms in timed.items() if ours(s)}
             others = {s: ms for s, ms in timed.items() if not ours(s)}
+            where = [task.case, task.pass_, f"{n:,}"]
             if not mine:
                 why = next((r[n]["error"] for s, r in systems.items() if ours(s) and n in r), "not measured")
-                rows.append([*map(str, workload[:2]), f"{n:,}", "no result", str(why), ""])
+                rows.append([*where, "no result", str(why), ""])
             elif others and min(others.values()) < min(mine.values()):
                 best = min(others, key=others.get)
                 factor = min(mine.values()) / others[best]
-                rows.append(
-                    [*map(str, workload[:2]), f"{n:,}", f"{min(mine.values()):.3f}", f"{best} {others[best]:.3f}",
-                     f"{factor:.2f}×"]
-                )  # fmt: skip
-    return Table("Cells not won", ["case", "pass", "length", "ours, ms", "fastest, ms", "slower by"], rows)
+                rows.append([*where, f"{min(mine.values()):.3f}", f"{best} {others[best]:.3f}", f"{factor:.2f}×"])
+    return Table("Cells not won", ["case", "pass", "size", "ours, ms", "fastest, ms", "slower by"], rows)
 
 
 def failures(records: Sequence[dict]) -> Table:
     """Cells without a result, and why."""
     rows = [
-        [r["case"], r["pass"], f"{r['n']:,}", r["system"], (r["error"] or "")[:110]]
+        [r["case"], r["pass"], f"{next(iter(size(r).values())):,}", r["system"], (r["error"] or "")[:110]]
         for r in _cells(records)
         if not r["ok"]
     ]
-    return Table("Cells without a result", ["case", "pass", "length", "system", "why"], rows)
+    return Table("Cells without a result", ["case", "pass", "size", "system", "why"], rows)
 
 
 def environments(records: Sequence[dict]) -> Table:

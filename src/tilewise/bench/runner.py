@@ -19,8 +19,9 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from itertools import product
 from pathlib import Path
 
 from . import records as store
@@ -61,41 +62,40 @@ class Outcome:
 
 
 def select(
-    set_name: str, device: str, *, cases: Sequence[str] | None = None, lengths: Sequence[int] | None = None,
-    passes: Sequence[str] = ("fwd", "bwd"), systems: Sequence[str] | None = None, dtype: str | None = None,
-    heads: int | None = None, head_dim: int | None = None, tokens: int | None = None,
+    set_name: str, device: str, *, cases: Sequence[str] | None = None, systems: Sequence[str] | None = None,
+    passes: Sequence[str] | None = None, dtype: str | None = None, sizes: Mapping[str, Sequence[int]] | None = None,
 ) -> list[Cell]:  # fmt: skip
     """The cells that the arguments name; None means the set's defaults for the device.
 
+    Args:
+        sizes: size field ↦ values in place of the set's own; cells are the product.
+
     Raises:
-        ValueError: an unknown name, or nothing left that the device can run.
+        ValueError: an unknown name, a size that cannot be, or nothing left that the device can run.
     """
-    bench = bench_set(set_name)
-    default = bench.defaults(device)
+    bench, sizes = bench_set(set_name), sizes or {}
+    offered = dict.fromkeys(p for case in bench.cases for p in bench.passes(case))
     for what, found, known in (
         ("case", cases, bench.cases),
         ("system", systems, bench.systems),
-        ("pass", passes, ("fwd", "bwd")),
+        ("pass", passes, offered),
+        ("size", sizes, bench.sizes(bench.cases[0], device)),
     ):
         for name in found or ():
             if name not in known:
                 raise ValueError(f"{what} is {name!r}; expected one of {', '.join(known)}")
-    fixed = {
-        "dtype": dtype or default["dtype"],
-        "heads": heads or default["heads"],
-        "head_dim": head_dim or default["head_dim"],
-        "tokens": tokens or default["tokens"],
-    }
-    for n in lengths or ():
-        if not 2 <= n <= fixed["tokens"]:
-            raise ValueError(f"length is {n}; expected 2 to tokens = {fixed['tokens']}")
-    cells = [
-        Cell(set_name, case, n, system, **fixed, passes=tuple(passes), device=device)
-        for system in systems or bench.default_systems(device)
-        for case in cases or bench.cases
-        if bench.supports(case, system, device)
-        for n in sorted(lengths or default["lengths"])
-    ]
+    cells = []
+    for system in systems or bench.default_systems(device):
+        for case in cases or bench.cases:
+            wanted = tuple(p for p in bench.passes(case) if passes is None or p in passes)
+            if not wanted or not bench.supports(case, system, device):
+                continue
+            values = {name: sorted(sizes.get(name, own)) for name, own in bench.sizes(case, device).items()}
+            for point in product(*values.values()):
+                size = dict(zip(values, point, strict=True))
+                bench.check_size(size)
+                kind = dtype or bench.dtype(device)
+                cells.append(Cell(set_name, case, system, size, dtype=kind, passes=wanted, device=device))
     if not cells:
         raise ValueError(f"no system of the set runs these cases on {device}")
     return cells
@@ -125,14 +125,14 @@ def _groups(cells: Sequence[Cell], cores: int | None = None) -> list[list[Cell]]
     split = []
     for group in groups.values():
         count = min(parts, len(group)) if _compiles(group[0]) else 1
-        split += [sorted(group, key=lambda c: c.n)[part::count] for part in range(count)]
+        split += [sorted(group, key=lambda c: c.order)[part::count] for part in range(count)]
     # Slow compilers first.
     return sorted(split, key=lambda g: (not _compiles(g[0]), g[0].system != "compile"))
 
 
 def _scratch(cells: Sequence[Cell]) -> str | None:
     """Where truths go: memory where there is room for twice their size (some 7 GB for a whole set), else the disk."""
-    names = {cell.truth_name(): 24 * cell.tokens * cell.heads * cell.head_dim for cell in cells}
+    names = {cell.truth_name(): bench_set(cell.set).truth_bytes(cell) for cell in cells}
     memory = Path("/dev/shm")
     if memory.is_dir() and os.access(memory, os.W_OK) and shutil.disk_usage(memory).free > 2 * sum(names.values()):
         return str(memory)
@@ -192,7 +192,7 @@ class _Run:
         self.waiting = [("cells", group) for group in _groups(cells)]
         if self.device == "cuda":
             truths = {cell.truth_name(): cell for cell in cells}
-            self.waiting.insert(0, ("truth", sorted(truths.values(), key=lambda c: c.n)))
+            self.waiting.insert(0, ("truth", sorted(truths.values(), key=lambda c: c.order)))
         options = {"plan": asdict(plan), "flush_mib": 256 if self.device == "cuda" else 32}
         environment = store.environment(self.id, self.bench.name, self.device, self.bench.packages(), options)
         self.fresh = [environment]
@@ -263,7 +263,7 @@ class _Run:
         self.spoke = now
         busy = [p for p in self.alive if p.state != "wait"]
         what = [
-            f"{p.state} {p.kind if (c := p.cell) is None else f'{c.case} {c.n} {c.system}'} {now - p.since:.0f} s"
+            f"{p.state} {p.kind if p.cell is None else p.cell} {now - p.since:.0f} s"
             for p in sorted(busy, key=lambda p: p.since)
         ]
         self.say(f"[{now - self.began:4.0f} s] {len(self.alive) - len(busy)} processes wait for: {'; '.join(what)}")
@@ -323,7 +323,7 @@ class _Run:
                 rest.append(replace(cell, passes=cell.passes[len(lost) :]))
         self.waiting += [("cells", group) for group in ([c] for c in alone)]
         if rest:
-            self.waiting.append(("cells", sorted(rest, key=lambda c: c.n)))
+            self.waiting.append(("cells", sorted(rest, key=lambda c: c.order)))
 
     def unmeasured(self, cell: Cell) -> Cell | None:
         """The cell with the passes that have no record yet; None if all have one."""
@@ -349,12 +349,18 @@ class _Run:
 
 def describe(record: dict) -> str:
     """One line about a record."""
-    head = f"{record['case']:<15}{record['n']:>6} {record['pass']} {record['system']:<19}"
+    first = next(iter(store.size(record).values()))
+    head = f"{record['case']:<15}{first:>6} {record['pass']:<4} {record['system']:<19}"
     if not record["ok"]:
         return f"{head} no result: {record['error']}"
-    peak = "" if record["peak_mib"] is None else f"{record['peak_mib']:9.0f} MiB"
-    speed = f"{record['ms']:9.3f} ms {record['tflops']:7.4g} TFLOP/s"
-    return f"{head} {speed}  {record['ratio_to_baseline']:.2f} of {record['baseline']}{peak}"
+    line = f"{head} {record['ms']:9.3f} ms"
+    if record["tflops"] is not None:
+        line += f" {record['tflops']:7.4g} TFLOP/s"
+    if "net_ms" in record:
+        line += f" ({record['net_ms']:.3f} net)"
+    if record["ratio_to_baseline"] is not None:
+        line += f"  {record['ratio_to_baseline']:.2f} of {record['baseline']}"
+    return line if record["peak_mib"] is None else f"{line}{record['peak_mib']:9.0f} MiB"
 
 
 def run(

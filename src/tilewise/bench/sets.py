@@ -6,10 +6,17 @@ import importlib
 
 from .cells import BenchSet
 
-__all__ = ["SETS", "bench_set", "load"]
+__all__ = ["SETS", "VLLM_SOURCE", "bench_set", "load"]
 
-SETS: dict[str, str] = {"relative": "tilewise.bench.relative:RELATIVE"}
+SETS: dict[str, str] = {
+    "relative": "tilewise.bench.relative:RELATIVE",
+    "depth": "tilewise.bench.depth:DEPTH",
+    "carried": "tilewise.bench.carried:CARRIED",
+}
 """Name ↦ ``module:attribute`` of a :class:`tilewise.bench.cells.BenchSet`."""
+
+VLLM_SOURCE = "TILEWISE_VLLM_ATTN_RES"
+"""The environment variable that names the source of vLLM's operator."""
 
 
 def load(path: str) -> BenchSet:

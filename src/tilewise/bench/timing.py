@@ -17,7 +17,7 @@ from statistics import median
 import torch
 from torch import Tensor
 
-__all__ = ["Plan", "Samples", "backward_of", "captured", "compare", "peak_mib", "synchronize"]
+__all__ = ["Plan", "Samples", "backward_of", "captured", "compare", "peak_mib", "step_of", "synchronize"]
 
 
 @dataclass(frozen=True)
@@ -38,23 +38,38 @@ class Plan:
 
 @dataclass(frozen=True)
 class Samples:
-    """Milliseconds by round, of the system and of the baseline."""
+    """Milliseconds by round, of the system, of the baseline and of the overhead that both contain, if any."""
 
     system: list[list[float]]
     baseline: list[list[float]]
+    overhead: list[list[float]] | None = None
 
     @property
     def ms(self) -> float:
-        return median(x for r in self.system for x in r)
+        return _middle(self.system)
 
     @property
     def baseline_ms(self) -> float:
-        return median(x for r in self.baseline for x in r)
+        return _middle(self.baseline)
 
     @property
-    def ratio(self) -> float:
-        """Median over the rounds of baseline time over system time: 1 is as fast as the baseline."""
-        return median(median(b) / median(s) for s, b in zip(self.system, self.baseline, strict=True))
+    def overhead_ms(self) -> float:
+        return 0.0 if self.overhead is None else _middle(self.overhead)
+
+    @property
+    def ratio(self) -> float | None:
+        """Median over the rounds of baseline time over system time, overhead taken off: 1 is as fast as the baseline.
+
+        None where a round's overhead took as long as the system or the baseline: then nothing is left to compare.
+        """
+        rounds = [[median(x) for x in r] for r in (self.system, self.baseline)]
+        overhead = [0.0] * len(self.system) if self.overhead is None else [median(x) for x in self.overhead]
+        net = [(s - o, b - o) for s, b, o in zip(*rounds, overhead, strict=True)]
+        return median(b / s for s, b in net) if all(s > 0 and b > 0 for s, b in net) else None
+
+
+def _middle(rounds: list[list[float]]) -> float:
+    return median(x for r in rounds for x in r)
 
 
 def synchronize(device: str) -> None:
@@ -66,6 +81,11 @@ def backward_of(run: Callable[[], Tensor], leaves: Sequence[Tensor], upstream: T
     """() ↦ gradients of one forward that has been run here; repeatable."""
     o = run()
     return lambda: torch.autograd.grad(o, list(leaves), upstream, retain_graph=True)
+
+
+def step_of(run: Callable[[], Tensor], leaves: Sequence[Tensor], upstream: Tensor) -> Callable[[], object]:
+    """() ↦ gradients of a forward of its own."""
+    return lambda: torch.autograd.grad(run(), list(leaves), upstream)
 
 
 def captured(make: Callable[[], Callable[[], object]]) -> tuple[Callable[[], object], str | None]:
@@ -123,17 +143,20 @@ class _Clock:
         return [start.elapsed_time(end) for start, end in events]
 
 
-def compare(system: Callable[[], object], baseline: Callable[[], object], device: str, plan: Plan) -> Samples:
-    """Time both in interleaved rounds."""
+def compare(
+    system: Callable[[], object], baseline: Callable[[], object], device: str, plan: Plan,
+    overhead: Callable[[], object] | None = None,
+) -> Samples:  # fmt: skip
+    """Time all in interleaved rounds."""
     clock = _Clock(device)
-    runs = {"system": system, "baseline": baseline}
+    runs = {"system": system, "baseline": baseline} | ({} if overhead is None else {"overhead": overhead})
     estimate = {name: median(clock(run, 2)) for name, run in runs.items()}
     rounds = plan.rounds_for(estimate["system"])
     samples: dict[str, list[list[float]]] = {name: [] for name in runs}
     for r in range(rounds):
         for name in list(runs) if r % 2 == 0 else list(runs)[::-1]:
             samples[name].append(clock(runs[name], plan.replays_for(estimate[name])))
-    return Samples(samples["system"], samples["baseline"])
+    return Samples(**samples)
 
 
 def peak_mib(work: Callable[[], object], device: str) -> float | None:

@@ -18,9 +18,9 @@ from pathlib import Path
 import torch
 
 from .cells import BenchSet, Cell, Truth, Workload
-from .oracle import verdict
+from .oracle import gate
 from .sets import load
-from .timing import Plan, backward_of, captured, compare, peak_mib, synchronize
+from .timing import Plan, backward_of, captured, compare, peak_mib, step_of, synchronize
 
 __all__ = ["main"]
 
@@ -123,7 +123,8 @@ def _release(device: str) -> None:
 def _compile(bench: BenchSet, cell: Cell) -> None:
     """Run every pass once. What fails here fails again when it is measured, and is recorded there."""
     try:
-        _once(bench, cell)
+        with bench.compiling(cell.system):
+            _once(bench, bench.warm(cell))
     except BrokenDevice:
         raise
     except Exception as error:
@@ -135,11 +136,8 @@ def _compile(bench: BenchSet, cell: Cell) -> None:
 def _once(bench: BenchSet, cell: Cell) -> None:
     with _device_errors():
         work = bench.build(cell)
-        if "fwd" in cell.passes:
-            with torch.no_grad():
-                work.run()
-        if "bwd" in cell.passes:
-            backward_of(work.run, list(work.leaves.values()), work.upstream)()
+        for pass_ in cell.passes:
+            _timed(pass_, work.run, list(work.leaves.values()), work.upstream)()()
         synchronize(cell.device)
 
 
@@ -184,8 +182,8 @@ def measure(bench: BenchSet, cell: Cell, truth: Truth, plan: Plan) -> Iterator[d
 def blank(bench: BenchSet, cell: Cell, pass_: str, error: str | None = None) -> dict:
     """A record without results."""
     return {
-        "record": "cell", "set": cell.set, "case": cell.case, "n": cell.n, "pass": pass_, "system": cell.system,
-        "dtype": cell.dtype, "heads": cell.heads, "head_dim": cell.head_dim, "tokens": cell.tokens,
+        "record": "cell", "set": cell.set, "case": cell.case, "pass": pass_, "system": cell.system,
+        "ceiling": bench.ceiling(cell.case, cell.system), "dtype": cell.dtype, **cell.size, "size": list(cell.size),
         "ok": False, "ms": None, "tflops": None, "peak_mib": None, "baseline": bench.baseline(cell.device),
         "baseline_ms": None, "ratio_to_baseline": None, "ratio_to_cudnn": None, "graph": None, "not_captured": None,
         "baseline_not_captured": None,
@@ -197,40 +195,57 @@ def blank(bench: BenchSet, cell: Cell, pass_: str, error: str | None = None) -> 
 def _pass(bench: BenchSet, cell: Cell, pass_: str, work: Workload, truth: Truth, plan: Plan, record: dict) -> None:
     """Check, then measure memory, then time; fills the record."""
     leaves = list(work.leaves.values())
-    with _grad_mode(pass_):
-        results = {"o": work.run()}
-        if pass_ == "bwd":
-            grads = torch.autograd.grad(results["o"], leaves, work.upstream)
-            results |= {f"d{name}": g for name, g in zip(work.leaves, grads, strict=True)}
-            del grads
-    verdicts = {n: verdict(t, truth.exact[n], truth.low_error[n]) for n, t in results.items()}
+    results = _results(work, pass_) if work.results is None else work.results(pass_)
+    check = work.gate or gate
+    verdicts = {n: check(t, truth.exact[n], truth.low_error[n], work.strict) for n, t in results.items()}
     del results
-    record["numerics"] = verdicts = {n: _finite(v) for n, v in verdicts.items()}
-    missed = [n for n, v in verdicts.items() if not (v["published"] and (v["budget"] or not work.strict))]
+    record["numerics"] = {n: _finite(v) for n, v in verdicts.items()}
+    missed = [n for n, v in verdicts.items() if not v["ok"]]
 
     def once() -> object:
         with _grad_mode(pass_):
             o = work.run()
-            return o, torch.autograd.grad(o, leaves, work.upstream) if pass_ == "bwd" else None
+            return o, None if pass_ == "fwd" else torch.autograd.grad(o, leaves, work.upstream)
 
-    record["peak_mib"] = peak_mib(once, cell.device)
+    peak = peak_mib(once, cell.device)
+    record["peak_mib"] = None if peak is None else round(peak + work.held / 2**20, 1)
     if missed:
         record["error"] = f"outside the error bounds: {', '.join(missed)}"
         return
-    variants, reasons = [], []
-    for run, inputs in ((work.run, leaves), (work.baseline, work.baseline_leaves)):
-        make = _timed(pass_, run, inputs, work.upstream)
-        timed, reason = captured(make) if cell.device == "cuda" else (make(), None)
-        variants.append(timed)
-        reasons.append(reason)
-    samples = compare(*variants, cell.device, plan)
+    runs = [_timed(pass_, work.run, leaves, work.upstream)]
+    runs.append(_timed(pass_, work.baseline, work.baseline_leaves, work.upstream))
+    if work.overhead is not None:
+        runs.append(_timed("fwd", work.overhead, [], work.upstream))
+    graphs = cell.device == "cuda" and work.capture
+    timed, reasons = zip(*(captured(make) if graphs else (make(), None) for make in runs), strict=True)
+    samples = compare(*timed[:2], cell.device, plan, *timed[2:])
+    ratio = None if samples.ratio is None else round(samples.ratio, 4)
+    flops = bench.flops(cell, pass_)
     record.update(
-        ok=True, ms=round(samples.ms, 5), tflops=round(bench.flops(cell, pass_) / samples.ms / 1e9, 4),
-        baseline_ms=round(samples.baseline_ms, 5), ratio_to_baseline=round(samples.ratio, 4),
-        ratio_to_cudnn=round(samples.ratio, 4) if record["baseline"] == "cudnn" else None,
-        graph=cell.device == "cuda" and reasons[0] is None, not_captured=reasons[0], baseline_not_captured=reasons[1],
+        ok=True, ms=round(samples.ms, 5), tflops=None if flops is None else round(flops / samples.ms / 1e9, 4),
+        baseline_ms=round(samples.baseline_ms, 5), ratio_to_baseline=ratio,
+        ratio_to_cudnn=ratio if record["baseline"] == "cudnn" else None,
+        graph=graphs and reasons[0] is None, not_captured=reasons[0], baseline_not_captured=reasons[1],
         samples={"system": _rounded(samples.system), "baseline": _rounded(samples.baseline)},
     )  # fmt: skip
+    if samples.overhead is not None:
+        record["samples"]["overhead"] = _rounded(samples.overhead)
+        record.update(
+            overhead_ms=round(samples.overhead_ms, 5), net_ms=round(samples.ms - samples.overhead_ms, 5),
+            baseline_net_ms=round(samples.baseline_ms - samples.overhead_ms, 5),
+        )  # fmt: skip
+    if work.notes:
+        record["notes"] = work.notes
+
+
+def _results(work: Workload, pass_: str) -> dict[str, torch.Tensor]:
+    """The output and, unless the pass is the forward, the gradients."""
+    with _grad_mode(pass_):
+        results = {"o": work.run()}
+        if pass_ != "fwd":
+            grads = torch.autograd.grad(results["o"], list(work.leaves.values()), work.upstream)
+            results |= {f"d{name}": g for name, g in zip(work.leaves, grads, strict=True)}
+    return results
 
 
 def _grad_mode(pass_: str):
@@ -238,8 +253,9 @@ def _grad_mode(pass_: str):
 
 
 def _timed(pass_: str, run: Callable, leaves: list, upstream: torch.Tensor) -> Callable[[], Callable[[], object]]:
-    if pass_ == "bwd":
-        return lambda: backward_of(run, leaves, upstream)
+    if pass_ != "fwd":
+        kind = backward_of if pass_ == "bwd" else step_of
+        return lambda: kind(run, leaves, upstream)
 
     def forward() -> object:
         with torch.no_grad():

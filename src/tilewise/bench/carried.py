@@ -1,0 +1,195 @@
+"""The carried set: a training step of a 3B model, and the attention of one block, with and without carried scores."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from ..carried import CarriedConfig, carried_attention
+from .carried_systems import (
+    CEILINGS,
+    PER_BLOCK,
+    SYSTEMS,
+    Attend,
+    Shape,
+    attend_of,
+    attention,
+    block,
+    config_of,
+    decision,
+    model_of,
+    substituted,
+)
+from .cells import Cell, Truth, Workload
+from .oracle import gate
+
+__all__ = ["CARRIED", "Carried"]
+
+_MODEL = {"layers": 32, "heads": 20, "kv_heads": 4, "head_dim": 128, "hidden": 6912, "vocabulary": 152064}
+_TINY = {"layers": 4, "heads": 4, "kv_heads": 2, "head_dim": 16, "hidden": 96, "vocabulary": 128}
+_BLOCK = {"layers": PER_BLOCK, "hidden": 0, "vocabulary": 0}
+CHECKED = 1024
+"""Attention is compared with fp64 at so many tokens, or at two windows: dense scores of long sequences do not fit."""
+
+
+class Carried:
+    """See :class:`tilewise.bench.cells.BenchSet`.
+
+    ``step``: forward and backward of the whole model in bf16, one sequence, no activation checkpointing, PyTorch eager
+    around attention. ``block``: the attention of four layers alone. A window of 0 is none. Every system is gated by
+    the attention of four layers against fp64, outputs and gradients, since 32 layers of dense scores do not fit.
+    """
+
+    name = "carried"
+    cases = ("step", "step-window", "block", "block-window")
+    systems = SYSTEMS
+
+    def baseline(self, device: str) -> str:
+        return "plain"
+
+    def sizes(self, case: str, device: str) -> dict[str, tuple[int, ...]]:
+        windowed = case.endswith("-window")
+        rest = (_MODEL if device == "cuda" else _TINY) | (_BLOCK if case.startswith("block") else {})
+        if device == "cuda":
+            point = {"tokens": (8192,), "window": (1024,)} if windowed else {"tokens": (4096, 8192), "window": (0,)}
+        else:
+            point = {"tokens": (128,), "window": (32 if windowed else 0,)}
+        return point | {name: (value,) for name, value in rest.items()}
+
+    def passes(self, case: str) -> tuple[str, ...]:
+        return ("step",)
+
+    def check_size(self, size: dict[str, int]) -> None:
+        for name in ("tokens", "layers", "heads", "kv_heads", "head_dim"):
+            if size[name] < 1:
+                raise ValueError(f"{name} is {size[name]}; expected at least 1")
+        if size["heads"] % size["kv_heads"]:
+            raise ValueError(f"kv_heads is {size['kv_heads']}; expected a divisor of heads = {size['heads']}")
+
+    def dtype(self, device: str) -> str:
+        return "bfloat16" if device == "cuda" else "float32"
+
+    def default_systems(self, device: str) -> tuple[str, ...]:
+        return tuple(s for s in SYSTEMS if device == "cuda" or s != "plain-flash")
+
+    def supports(self, case: str, system: str, device: str) -> bool:
+        if system == "plain-flash":
+            return device == "cuda" and not case.endswith("-window")
+        return system in SYSTEMS
+
+    def ceiling(self, case: str, system: str) -> bool:
+        return system in CEILINGS
+
+    def compiles(self, system: str) -> bool:
+        return system.startswith("tilewise") or system == "no-carry"
+
+    def warm(self, cell: Cell) -> Cell:
+        """The same kernels on one block of few tokens: whole models beside each other would not fit."""
+        size = {**cell.size, "tokens": min(cell.size["tokens"], CHECKED), "layers": min(cell.size["layers"], PER_BLOCK)}
+        size["vocabulary"] = min(size["vocabulary"], 512)
+        return replace(cell, size=size)
+
+    def compiling(self, system: str) -> AbstractContextManager:
+        return nullcontext()
+
+    def draw(self, cell: Cell, tokens: int, layers: int) -> tuple[dict[str, Tensor], list[Tensor]]:
+        """q, k, v of every layer as projections leave them ([B, T, heads, d] in memory), and upstream gradients."""
+        shape = Shape.of(cell)
+        g = torch.Generator(cell.device).manual_seed(cell.seed)
+
+        def made(heads: int) -> Tensor:
+            x = torch.randn(1, tokens, heads, shape.head_dim, device=cell.device, generator=g)
+            return x.to(cell.torch_dtype).transpose(1, 2)
+
+        heads = {"q": shape.heads, "k": shape.kv_heads, "v": shape.kv_heads}
+        x = {f"{name}{i}": made(count).requires_grad_() for i in range(layers) for name, count in heads.items()}
+        return x, [made(shape.heads) for _ in range(layers)]
+
+    def build(self, cell: Cell) -> Workload:
+        shape = Shape.of(cell)
+        config = config_of(cell.system, shape)
+        device = torch.device(cell.device)
+        notes = {"plan": decision(config, shape, cell.torch_dtype, device)} if config.plan == "auto" else {}
+        common = {
+            "strict": cell.system.startswith("tilewise"), "gate": gate, "capture": False, "notes": notes,
+            "results": lambda pass_: self._checked(cell),
+        }  # fmt: skip
+        if cell.case.startswith("block"):
+            x, upstream = self.draw(cell, shape.tokens, shape.layers)
+            runs = [block(system, shape, x) for system in (cell.system, "plain")]
+            return Workload(runs[0], x, upstream, runs[1], list(x.values()), **common)
+        model = model_of(cell.system, shape, cell.torch_dtype, cell.device, cell.seed)
+        g = torch.Generator(cell.device).manual_seed(cell.seed)
+        tokens = torch.randint(shape.vocabulary, (1, shape.tokens + 1), device=cell.device, generator=g)
+
+        def run_of(system: str):
+            attend = attend_of(system, shape, cell.torch_dtype, cell.device)
+
+            def run() -> Tensor:
+                with substituted(attend):
+                    return model.loss(tokens)
+
+            return run
+
+        leaves = dict(model.named_parameters())
+        one = torch.ones((), device=cell.device)
+        return Workload(run_of(cell.system), leaves, one, run_of("plain"), list(leaves.values()), **common)
+
+    def _short(self, cell: Cell) -> Cell:
+        tokens = min(cell.size["tokens"], max(CHECKED, 2 * cell.size["window"]))
+        return replace(cell, size={**cell.size, "tokens": tokens})
+
+    def _checked(self, cell: Cell) -> dict[str, Tensor]:
+        """Outputs and gradients of one block's attention, named for the function that the system computes."""
+        cell = self._short(cell)
+        shape = Shape.of(cell)
+        x, upstream = self.draw(cell, shape.tokens, PER_BLOCK)
+        attend = attend_of(cell.system, shape, cell.torch_dtype, cell.device)
+        prefix = "plain." if self.ceiling(cell.case, cell.system) else ""
+        return _differentiated(attend, config_of(cell.system, shape), x, upstream, prefix)
+
+    def truth(self, cell: Cell) -> Truth:
+        """``o``, ``dq``, ``dk``, ``dv`` over the layers; of layers without a carry with ``plain.``."""
+        cell = self._short(cell)
+        shape = Shape.of(cell)
+        x, upstream = self.draw(cell, shape.tokens, PER_BLOCK)
+        wide = {name: t.detach().double().requires_grad_() for name, t in x.items()}
+        wide_upstream = [g.double() for g in upstream]
+        exact, low = {}, {}
+        for prefix, system, dense in (("", "eager", "eager"), ("plain.", "no-carry", "plain")):
+            config = config_of(system, shape, impl="reference")
+            rough = attend_of(dense, shape, cell.torch_dtype, cell.device)
+            found = _differentiated(carried_attention, config, wide, wide_upstream, prefix)
+            close = _differentiated(rough, config, x, upstream, prefix)
+            kept = torch.float32 if cell.torch_dtype.itemsize == 2 else torch.float64
+            exact |= {name: value.to(kept) for name, value in found.items()}
+            low |= {name: (close[name].double() - value).abs().max().item() for name, value in found.items()}
+        return Truth(exact, low)
+
+    def truth_bytes(self, cell: Cell) -> int:
+        s = Shape.of(self._short(cell))
+        return 16 * PER_BLOCK * s.tokens * s.head_dim * (2 * s.heads + 2 * s.kv_heads)
+
+    def flops(self, cell: Cell, pass_: str) -> float | None:
+        return None
+
+    def packages(self) -> Iterable[str]:
+        return ("torch", "triton")
+
+
+def _differentiated(
+    attend: Attend, config: CarriedConfig, x: dict[str, Tensor], upstream: list[Tensor], prefix: str
+) -> dict[str, Tensor]:
+    """Outputs and gradients of every layer, stacked."""
+    outputs = attention(attend, config, x)
+    grads = dict(zip(x, torch.autograd.grad(outputs, list(x.values()), upstream), strict=True))
+    found = {"o": torch.stack([o.detach() for o in outputs])}
+    found |= {f"d{n}": torch.stack([g for name, g in grads.items() if name[0] == n]) for n in "qkv"}
+    return {f"{prefix}{name}": value for name, value in found.items()}
+
+
+CARRIED = Carried()
