@@ -9,20 +9,31 @@ from interpreted_bf16 import exact_bf16
 
 from tilewise.carried import TileLayout, blocked
 from tilewise.carried.config import Options
-from tilewise.carried.triton import launch
+from tilewise.carried.triton import launch, settings
 from tilewise.mask import Mask
 from tilewise.testing import assert_within_budget
 
 ALL = ("recompute", "stored", "mixed")
+FILL, TRANSIENT = settings.FILL, settings.TRANSIENT
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 # Rows 16 … 31 see nothing, so that the first tile column has a dead tile between live ones.
 MIDDLE = Mask.intervals(torch.zeros(36, dtype=torch.int32), torch.where(torch.arange(36) // 16 == 1, 0, 36))
-# name: options, plans, inputs' dtype and sizes, mask
+# name: options, plans, inputs' dtype and sizes (and settings of the launches), mask
 CASES = {
     "causal": ({"layers": 3}, ALL, {"dtype": BF16, "T": 40}, None),
     "window": ({"windows": 14}, ("mixed",), {"dtype": F16, "T": 40}, None),
     "full": ({"causal": False, "layers": 2}, ("stored",), {"dtype": F32, "T": 20}, None),
     "windows differ": ({"windows": (9, 20, 5)}, ("stored", "mixed"), {"dtype": F16, "T": 36}, None),
+    "windows differ, recomputed": ({"windows": (20, 5), "layers": 2}, ("recompute",), {"dtype": F16, "T": 36}, None),
+    "one layer": ({"layers": 1}, ("recompute",), {"dtype": BF16, "T": 40}, None),
+    "heads summed in registers": ({"layers": 2}, ALL[:2], {"dtype": BF16, "T": 36, "H": 4, "Hk": 2, "fill": 0}, None),
+    "E in parts": (
+        {"scaling": "gain", "layers": 2},
+        ("recompute",),
+        {"dtype": F32, "T": 36, "transient": 1, "fill": 0},
+        Mask.packed([0, 1, 2, 18, 36]),
+    ),
+    "E a head at a time": ({"layers": 2}, ("recompute",), {"dtype": F16, "T": 20, "transient": 2048}, None),
     "documents": ({}, ("mixed",), {"dtype": BF16, "T": 36}, Mask.packed([0, 1, 2, 18, 36])),
     "rows without keys": (
         {"layers": 2},
@@ -48,6 +59,7 @@ def check(name):
     options, plans, sizes, mask = CASES[name]
     sizes = dict(sizes)
     strided = sizes.pop("strided", False)
+    settings.FILL, settings.TRANSIENT = sizes.pop("fill", FILL), sizes.pop("transient", TRANSIENT)
     config = CarriedConfig(**{"impl": "triton", "tile": 16, "layers": 3} | options)
     torch.manual_seed(0)
     q, k, v = inputs(layers=config.layers, **{"H": 2, "Hk": 1, "d": 16} | sizes)
@@ -55,7 +67,7 @@ def check(name):
         q, k, v = (
             [x.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for x in g] for g in (q, k, v)
         )
-    heads = lambda: [torch.rand(2).add(0.3).requires_grad_() for _ in q]  # noqa: E731
+    heads = lambda: [torch.rand(q[0].shape[1]).add(0.3).requires_grad_() for _ in q]  # noqa: E731
     gain, sink = heads() if config.scaling == "gain" else None, heads() if config.sink else None
     seed = [torch.tensor([7 + i]) for i in range(len(q))] if config.dropout_p else None
     G = [torch.randn_like(x[..., :1]).expand(*x.shape[:3], v[0].shape[-1]).contiguous() for x in q]

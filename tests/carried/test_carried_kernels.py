@@ -1,5 +1,6 @@
 """The Triton kernels: under the interpreter against the oracle, and compiled for sm_90 with no GPU."""
 
+import json
 import os
 import re
 import subprocess
@@ -9,8 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 from carried_cases import CarriedConfig, inputs, run
+from hypothesis import given
+from hypothesis import strategies as st
 
-from tilewise.carried.triton import settings
+from tilewise.carried import carried_decode
+from tilewise.carried.triton import launch, settings
+from tilewise.carried.triton.transient import parts_of
+from tilewise.triton import launch as starting
 
 HERE = Path(__file__).parent
 
@@ -26,7 +32,12 @@ def script(name, *arguments, **environment):
 def test_kernels_under_the_interpreter():
     """All cases of interpreted_kernels.py, each with a check that two runs are bitwise equal where it says so."""
     lines = script("interpreted_kernels.py", TRITON_INTERPRET="1").splitlines()
-    assert len(lines) == 18
+    assert len(lines) == 23
+
+
+def test_decode_kernel_under_the_interpreter():
+    """One and several queries, split keys, windows that differ, lengths, offsets, gain, sink and softcap."""
+    assert len(script("interpreted_decode.py", TRITON_INTERPRET="1").splitlines()) == 10
 
 
 def test_precision_study_of_the_kernels():
@@ -38,8 +49,11 @@ def test_precision_study_of_the_kernels():
 # Of the products of an iteration, those with P or E on the left; these are new every time. Q and K are not, and ptxas
 # before 13.3 overwrites such an operand if it lies in registers.
 COMPILED = {
-    "third layer, mixed": ({"attend": (1, 2), "keys_gradient": (2, 3), "queries_from_e": (0, 1)}, 0),
-    "recompute of four": ({"attend": (1, 5), "keys_gradient": (2, 7), "queries_again": (1, 6)}, 2048),
+    "third layer, mixed": ({"attend": (1, 2), "keys_gradient": (2, 3), "queries_from_e": (0, 1)}, 700),
+    "recompute of four": (
+        {"attend": (1, 5), "keys_gradient": (2, 7), "queries_from_e": (0, 1), "keys_from_e": (0, 1)},
+        800,
+    ),
 }
 
 
@@ -50,7 +64,7 @@ def test_kernels_compile_for_hopper_within_its_shared_memory(name):
     lines = [x for x in script("compiled_kernels.py", name).splitlines() if "registers" in x]
     number = re.compile(r"(spills|shared|wgmma|dots|left) (\d+)")
     kernels = {x.split(":")[0].strip(): {key: int(n) for key, n in number.findall(x)} for x in lines}
-    assert set(kernels) - {"row_shift", "row_delta"} == set(products_of)
+    assert set(kernels) - {"row_shift", "row_statistics", "sum_heads"} == set(products_of)
     for kernel, (fresh, products) in products_of.items():
         found = kernels[kernel]
         assert found["shared"] <= settings.SHARED
@@ -66,10 +80,59 @@ def test_tiles_divide_a_packed_tile(width, bytes_, tile):
     shapes = [
         f(width, bytes_, tile, n, 2) for n in (1, 2, 4) for f in (settings.forward_tiles, settings.backward_tiles)
     ]
-    shapes += [settings.again_tiles(width, bytes_, tile, 4, 0), settings.product_tiles(width, bytes_, tile)]
+    shapes += [settings.product_tiles(width, bytes_, tile, keyed) for keyed in (False, True)]
     for shape in shapes:
         assert tile % shape.queries == tile % shape.keys == 0
         assert min(shape.queries, shape.keys) >= 16
+
+
+@pytest.mark.parametrize(
+    ("plan", "layers", "expected"),
+    [("stored", 4, (8, 17)), ("mixed", 4, (9, 20)), ("recompute", 4, (14, 38)), ("recompute", 1, (2, 5))],
+)
+def test_matrix_products_of_a_plan(monkeypatch, plan, layers, expected):
+    """Read from the launches of a block, forward and backward: what docs/carried.md counts."""
+    passes: dict[str, int] = {"attend": 0, "backward": 0}
+
+    def count(kernel, grid, *args, **meta):
+        name = kernel.fn.__name__
+        if name == "attend":
+            passes["attend"] += meta["COUNT"] + 1
+        elif name == "keys_gradient":
+            passes["backward"] += 3 + (0 if meta["OWN"] else meta["COUNT"])
+        elif name in ("queries_from_e", "keys_from_e"):
+            passes["backward"] += 1
+
+    monkeypatch.setattr(launch, "refusal", lambda *_: None)
+    monkeypatch.setattr(starting, "launcher", [count])
+    q, k, v = inputs(layers=layers, T=256, d=16, dtype=torch.bfloat16)
+    outputs = run(CarriedConfig(layers=layers, impl="triton", plan=plan), q, k, v)
+    torch.autograd.grad(outputs, [*q, *k, *v], [torch.ones_like(o) for o in outputs])
+    assert tuple(passes.values()) == expected
+
+
+@given(
+    planes=st.integers(1, 8), together=st.sampled_from([1, 2, 4]), rows=st.integers(1, 40), more=st.integers(0, 9),
+    back=st.integers(-1, 40), limit=st.integers(1, 4000),
+)  # fmt: skip
+def test_parts_of_e_cover_everything_once_within_the_limit(planes, together, rows, more, back, limit):
+    planes, columns = planes * together, rows + more
+    parts = parts_of(planes, together, rows, columns, back, 1, limit)
+    held = [min(m, back) + 1 if back >= 0 else columns for m in range(rows)]
+    assert [n for span in parts.heads for n in range(*span)] == list(range(planes))
+    assert [m for span in parts.rows for m in range(*span)] == list(range(rows))
+    assert all((b - a) % together == 0 and b - a <= parts.planes for a, b in parts.heads)
+    assert all(sum(held[a:b]) < parts.slots for a, b in parts.rows)
+    smallest = together * (max(held) + 1)
+    assert parts.planes * parts.slots <= max(limit, smallest)
+
+
+def test_tables_of_tiles_are_checked():
+    table = json.loads(Path(settings.__file__).with_name("tiles.json").read_text())
+    settings.use(table)
+    del table["wide"]["product"]
+    with pytest.raises(ValueError, match=r"wide has the kernels .*; expected"):
+        settings.use(table)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there the kernels run")
@@ -77,3 +140,5 @@ def test_an_explicit_implementation_does_not_fall_back():
     q, k, v = inputs(layers=1, dtype=torch.float32)
     with pytest.raises(ValueError, match="the kernels run on cuda; nearest legal call: impl='blocked'"):
         run(CarriedConfig(layers=1, impl="triton"), q, k, v)
+    with pytest.raises(ValueError, match="cannot run this step: q is on cpu"):
+        carried_decode(q[0], k[0], v[0], None, 0, CarriedConfig(impl="triton"))

@@ -21,7 +21,8 @@ def carried_decode(
     """One layer of a decoding step: O_i and the row of scores for the next layer.
 
     The row is transient: it lives from the first layer of a block to its last within one step, so the cache keeps
-    nothing but K and V. Any device; O(Tq · Tk) memory a head, for few queries. Prefill, chunked or not, is
+    nothing but K and V. On a GPU one kernel reads K and V once, and the keys are split where sequences are few; any
+    other device takes dense products. O(Tq · Tk) memory a head, for few queries. Prefill, chunked or not, is
     :func:`carried_attention` without gradients: there the carry of a chunk of C queries is C × Tk scores.
 
     Args:
@@ -38,6 +39,9 @@ def carried_decode(
     Returns:
         O [B, H, Tq, d_v] and ΣQKᵀ [B, H, Tq, Tk] where seen, else 0; None after the last layer of the block.
 
+    Raises:
+        ValueError: shapes that do not fit, or ``impl="triton"`` for a step that the kernel cannot run.
+
     Example:
         >>> q, k, v = torch.randn(1, 4, 1, 8), torch.randn(1, 2, 9, 8), torch.randn(1, 2, 9, 8)
         >>> o, row = carried_decode(q, k, v, None, 0, CarriedConfig(layers=2))
@@ -51,6 +55,17 @@ def carried_decode(
         raise ValueError(f"gain is None; expected a tensor [{H}] for layer {layer}, since scaling is 'gain'")
     if row is not None and tuple(row.shape) != (B, H, Tq, Tk):
         raise ValueError(f"row has shape {tuple(row.shape)}; expected {(B, H, Tq, Tk)} to fit q and k")
+    if isinstance(offset, Tensor) and mask is not None and mask.bounds is not None:
+        raise ValueError("mask has bounds and offset is a tensor; expected one of them: offset alone hides later keys")
+    if config.impl == "triton" or (config.impl == "auto" and q.device.type == "cuda"):
+        from .triton.decode import decode, refusal
+
+        why = refusal(q, k, v, mask, row_dtype)
+        if why is None:
+            given = {"mask": mask, "offset": offset, "gain": gain, "sink": sink, "row_dtype": row_dtype}
+            return decode(q, k, v, row, layer, config, **given)
+        if config.impl == "triton":
+            raise ValueError(f"impl='triton' cannot run this step: {why}; nearest legal call: impl='blocked'")
     real = torch.promote_types(q.dtype, torch.float32)
     seen = _seen(config, layer, mask, Tq, Tk, offset, q.device)
 
@@ -89,8 +104,6 @@ def _seen(
 ) -> Tensor:
     if not isinstance(offset, Tensor):
         return config.mask(layer, mask).allowed(Tq, Tk, Tk - Tq if offset is None else offset, device=device)
-    if mask is not None and mask.bounds is not None:
-        raise ValueError("mask has bounds and offset is a tensor; expected one of them: offset alone hides later keys")
     shape = config.mask(layer, mask)
     position = offset.to(device)[:, None, None, None] + torch.arange(Tq, device=device)[:, None]
     delta = position - torch.arange(Tk, device=device)

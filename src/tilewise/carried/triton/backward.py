@@ -1,4 +1,5 @@
-"""The backward pass: keys stay while queries pass (dK, dV and the chain of E), then dQ as a product with stored E.
+"""The backward pass: one pass over the keys forms the gradient of the scores, once, and keeps it as E; all else is
+products with E.
 
 Every value has one writer and every sum one order, so two runs are bitwise equal.
 """
@@ -7,7 +8,7 @@ import triton
 import triton.language as tl
 
 from ...triton.masks import kept
-from ...triton.tiles import load_rows, store_rows
+from ...triton.tiles import load_rows, load_statistics, store_rows
 from .tiles import (
     RUNTIME,
     base_of,
@@ -17,6 +18,7 @@ from .tiles import (
     load_packed,
     load_shifts,
     softmax_argument,
+    start_of,
     store_packed,
     summed,
     visible,
@@ -26,19 +28,19 @@ from .tiles import (
 @triton.jit
 def score_gradient(u, v, do, lse, delta, seen, seed, bh, i0, j0, scale, bend, factor, drop, inverse, BM: tl.constexpr,
                    BN: tl.constexpr, SOFTCAP: tl.constexpr, DROPOUT: tl.constexpr, MASKED: tl.constexpr):  # fmt: skip
-    """P as dropout leaves it, and dS in units of the scale, of one tile of unscaled scores u."""
+    """P as dropout leaves it, and dS in units of the scale, of one tile [keys, queries] of unscaled scores u."""
     s, slope = softmax_argument(u, scale, bend, SOFTCAP)
-    s = s - lse[:, None]
+    s = s - lse[None, :]
     if MASKED:
         s = tl.where(seen, s, float("-inf"))
     p = tl.math.exp2(s)
-    dp = tl.dot(do, tl.trans(v), input_precision="ieee")
+    dp = tl.dot(v, tl.trans(do), input_precision="ieee")
     dropped = p
     if DROPOUT:
-        keep = kept(seed, bh, i0, j0, drop, BM, BN)
+        keep = tl.trans(kept(seed, bh, i0, j0, drop, BM, BN))
         dropped = tl.where(keep, p * inverse, 0.0)
         dp = tl.where(keep, dp * inverse, 0.0)
-    ds = p * (dp - delta[:, None]) * factor
+    ds = p * (dp - delta[None, :]) * factor
     if SOFTCAP:
         ds = ds * slope
         if MASKED:
@@ -48,114 +50,118 @@ def score_gradient(u, v, do, lse, delta, seen, seed, bh, i0, j0, scale, bend, fa
 
 
 @triton.jit
-def back_to(ds, gains, bounds, b, B, i, j, Tq, COUNT: tl.constexpr, TARGET: tl.constexpr, GAIN: tl.constexpr,
-            UNIFORM: tl.constexpr, BATCHED: tl.constexpr):  # fmt: skip
-    """The gradient of layer TARGET's scores from that of the last one's."""
-    for r in tl.static_range(COUNT - 1 - TARGET):
-        t = COUNT - 1 - r
-        if GAIN:
-            ds = ds * gains[t]
-        if not UNIFORM:
-            lo, hi = bounds_of(bounds, t - 1, b, i, B, Tq, BATCHED)
-            ds = tl.where(visible(lo, hi, j), ds, 0.0)
-    return ds
+def gains_above(gains, COUNT: tl.constexpr, TARGET: tl.constexpr, GAIN: tl.constexpr):
+    """What the gradient of the last of COUNT layers' scores is multiplied by on its way to layer TARGET."""
+    factor = 1.0
+    if GAIN:
+        for r in tl.static_range(COUNT - 1 - TARGET):
+            factor = factor * gains[TARGET + 1 + r]
+    return factor
 
 
 @triton.jit
-def _queries(dk, dv, dg, q, kt, sq, v, do, sdo, lse, delta, z, e, gains, shifts, bounds, rows, seed, b, bh, h, B,
-             j0, tn, a, e_row, Tq, M, slots, back, planes, scale, bend, factor, drop, inverse, D: tl.constexpr,
-             DV: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, S: tl.constexpr,
-             DTYPE: tl.constexpr, TOP: tl.constexpr, OWN: tl.constexpr, ENTERS: tl.constexpr, COUNT: tl.constexpr,
-             TARGET: tl.constexpr, GAIN: tl.constexpr, LEARNED: tl.constexpr, CENTRE: tl.constexpr, ROUND: tl.constexpr,
-             UNIFORM: tl.constexpr, BATCHED: tl.constexpr, CLOSED: tl.constexpr, SOFTCAP: tl.constexpr,
-             DROPOUT: tl.constexpr, READS_E: tl.constexpr, STORES_E: tl.constexpr, ETYPE: tl.constexpr,
-             VALUES: tl.constexpr, MASKED: tl.constexpr, TMA: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
-    """The queries a … e_row − 1 against one block of keys."""
+def seen_between(tile, bounds, b, i, j, B, Tq, COUNT: tl.constexpr, TARGET: tl.constexpr, BATCHED: tl.constexpr):
+    """The tile [queries, keys] where layers TARGET … COUNT − 2 all see it, else 0: there they handed on zero."""
+    for r in tl.static_range(COUNT - 1 - TARGET):
+        lo, hi = bounds_of(bounds, TARGET + r, b, i, B, Tq, BATCHED)
+        tile = tl.where(visible(lo, hi, j), tile, 0.0)
+    return tile
+
+
+@triton.jit
+def _queries(dk, dv, d0, d1, d2, d3, q, kt, sq, v, do, sdo, stats, stat, pad, z, e, gains, shifts, bounds, rows, seed,
+             b, bh, plane, h, B, j0, tn, a, end, Tq, M, zslots, slots, start, back, planes, scale, bend, factor, drop,
+             inverse, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, BM: tl.constexpr,
+             BN: tl.constexpr, S: tl.constexpr, DTYPE: tl.constexpr, TOP: tl.constexpr, OWN: tl.constexpr,
+             ENTERS: tl.constexpr, COUNT: tl.constexpr, GAIN: tl.constexpr, LEARNED: tl.constexpr, CENTRE: tl.constexpr,
+             ROUND: tl.constexpr, UNIFORM: tl.constexpr, BATCHED: tl.constexpr, CLOSED: tl.constexpr,
+             SOFTCAP: tl.constexpr, DROPOUT: tl.constexpr, READS_E: tl.constexpr, ETYPE: tl.constexpr,
+             MASKED: tl.constexpr, TMA: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
+    """The queries a … end − 1 against one block of keys; tiles of scores are [keys, queries]."""
     j = j0 + tl.arange(0, BN)
-    for i0 in tl.range(a, e_row, BM, num_stages=STAGES):
+    for i0 in tl.range(a, end, BM, num_stages=STAGES):
         i = i0 + tl.arange(0, BM)
         tm = i0 // S
-        slot = bh * slots + base_of(rows, tm, back, CLOSED) + tn
+        place = base_of(rows, tm, back, CLOSED) + tn
+        slot = plane * slots + place - start
+        zslot = bh * zslots + place
         if MASKED:
             # A dead tile between live ones has no slot: the spare one takes what it writes, and no value read counts.
             live = (tn >= tl.load(rows + M + tm)) & (tn < tl.load(rows + 2 * M + tm))
-            slot = tl.where(live, slot, bh * slots + slots - 1)
+            slot = tl.where(live, slot, plane * slots + slots - 1)
+            zslot = tl.where(live, zslot, bh * zslots + zslots - 1)
         qt = load_each(q, sq, b, h, i0, Tq, D, BM, BD, COUNT, TMA)
-        u = tl.zeros([BM, BN], tl.float32)
+        u = tl.zeros([BN, BM], tl.float32)
         if OWN or ENTERS:
-            u = load_packed(z, slot, i0 - tm * S, j0 - tn * S, S, BM, BN, TMA).to(tl.float32)
+            u = tl.trans(load_packed(z, zslot, i0 - tm * S, j0 - tn * S, S, BM, BN, TMA)).to(tl.float32)
             if not UNIFORM and not OWN:
                 entered = (tn >= tl.load(rows + 3 * M + tm)) & (tn < tl.load(rows + 4 * M + tm))
                 u = tl.where(entered, u, 0.0)
-        taken = u
+        taken = (u, u, u, u)
         if not OWN:
             each_shift = load_shifts(shifts, bh, i, planes, Tq, COUNT, CENTRE)
             u, taken = summed(u, qt, kt, gains, each_shift, bounds, b, B, i, j, Tq, DTYPE, TOP, ENTERS,
-                              COUNT, GAIN, CENTRE, ROUND, UNIFORM, BATCHED, TARGET)  # fmt: skip
+                              COUNT, GAIN, CENTRE, ROUND, UNIFORM, BATCHED, True)  # fmt: skip
         lo, hi = bounds_of(bounds, COUNT - 1 if not UNIFORM else 0, b, i, B, Tq, BATCHED)
-        seen = visible(lo, hi, j)
+        seen = visible(lo, hi, j, True)
         g = load_rows(do, sdo, b, h, i0, Tq, DV, BM, BV, TMA)
-        at = tl.cast(bh, tl.int64) * Tq + i
-        row = tl.load(lse + at, mask=i < Tq, other=float("inf"))
-        p, ds = score_gradient(u, v, g, row, tl.load(delta + at, mask=i < Tq, other=0.0), seen, seed, bh, i0, j0, scale,
-                               bend, factor, drop, inverse, BM, BN, SOFTCAP, DROPOUT, MASKED)  # fmt: skip
-        if VALUES:
-            dv = tl.dot(tl.trans(p.to(g.dtype)), g, dv, input_precision="ieee")
+        lse = load_statistics(stats, stat, 0, bh, i0, planes, pad, BM, TMA)
+        delta = load_statistics(stats, stat, 1, bh, i0, planes, pad, BM, TMA)
+        p, ds = score_gradient(u, v, g, lse, delta, seen, seed, bh, i0, j0, scale, bend, factor, drop, inverse, BM, BN,
+                               SOFTCAP, DROPOUT, MASKED)  # fmt: skip
+        dv = tl.dot(p.to(g.dtype), g, dv, input_precision="ieee")
         if READS_E:
-            asked = load_packed(e, slot, i0 - tm * S, j0 - tn * S, S, BM, BN, TMA).to(tl.float32)
+            asked = tl.trans(load_packed(e, slot, i0 - tm * S, j0 - tn * S, S, BM, BN, TMA)).to(tl.float32)
             if not UNIFORM:
                 after = (tn >= tl.load(rows + 5 * M + tm)) & (tn < tl.load(rows + 6 * M + tm))
                 asked = tl.where(after, asked, 0.0)
             if MASKED:
                 asked = tl.where(seen, asked, 0.0)
             ds += asked
-        if STORES_E:
-            kept_ds = ds
-            if ETYPE == tl.float16:
-                kept_ds = tl.minimum(tl.maximum(ds, -65504.0), 65504.0)
-            store_packed(e, slot, i0 - tm * S, j0 - tn * S, kept_ds.to(ETYPE), S, BM, BN, TMA)
-        ds = back_to(ds, gains, bounds, b, B, i, j, Tq, COUNT, TARGET, GAIN, UNIFORM, BATCHED)
-        dk = tl.dot(tl.trans(ds.to(g.dtype)), qt[TARGET], dk, input_precision="ieee")
-        if LEARNED:
-            if MASKED:
-                taken = tl.where(ds != 0.0, taken, 0.0)
-            dg += tl.sum(ds * taken, 0)
-    return dk, dv, dg
+        stored = ds
+        if ETYPE == tl.float16:
+            stored = tl.minimum(tl.maximum(ds, -65504.0), 65504.0)
+        store_packed(e, slot, i0 - tm * S, j0 - tn * S, tl.trans(stored.to(ETYPE)), S, BM, BN, TMA)
+        dk = tl.dot(ds.to(g.dtype), qt[COUNT - 1], dk, input_precision="ieee")
+        if LEARNED > 0:
+            for r in tl.static_range(COUNT):
+                t = COUNT - 1 - r
+                if (LEARNED >> t) & 1:
+                    part = tl.sum(tl.where(ds != 0.0, ds * taken[t], 0.0), 1)
+                    if t == 0:
+                        d0 += part
+                    if t == 1:
+                        d1 += part
+                    if t == 2:
+                        d2 += part
+                    if t == 3:
+                        d3 += part
+                if t > 0:
+                    ds = ds * gains[t]
+                    if not UNIFORM:
+                        before, before_end = bounds_of(bounds, t - 1, b, i, B, Tq, BATCHED)
+                        ds = tl.where(visible(before, before_end, j, True), ds, 0.0)
+    return dk, dv, d0, d1, d2, d3
 
 
-@triton.jit(do_not_specialize=RUNTIME)
-def keys_gradient(q0, q1, q2, q3, k0, k1, k2, k3, v, do, lse, delta, z, e, dk, dv, dg, gains, shifts, bounds, rows,
-                  columns, seed, sq, sk, sv, sdo, sdk, sdv, B, H, G, Tq, Tk, M, slots, back, scale, bend, factor, drop,
-                  inverse, final, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, 
-                  BM: tl.constexpr, BN: tl.constexpr, S: tl.constexpr, DTYPE: tl.constexpr, TOP: tl.constexpr,
-                  OWN: tl.constexpr,
-                  ENTERS: tl.constexpr, COUNT: tl.constexpr, TARGET: tl.constexpr, GAIN: tl.constexpr,
-                  LEARNED: tl.constexpr, CENTRE: tl.constexpr, ROUND: tl.constexpr, UNIFORM: tl.constexpr,
-                  BATCHED: tl.constexpr, CLOSED: tl.constexpr, SOFTCAP: tl.constexpr, DROPOUT: tl.constexpr,
-                  READS_E: tl.constexpr, STORES_E: tl.constexpr, ETYPE: tl.constexpr, VALUES: tl.constexpr,
-                  TMA: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
-    """dK of layer TARGET, dV, E and dβ for BN keys of one query head: program (block, batch · heads)."""
-    j0 = tl.program_id(0) * BN
-    bh = tl.program_id(1)
-    b = bh // H
-    h = bh % H
-    hk = h // G
-    tn = j0 // S
-    N = (Tk + S - 1) // S
-    own = tl.load(columns + tn)
-    own_end = tl.load(columns + N + tn)
-    whole = tl.load(columns + 2 * N + tn)
-    whole_end = tl.load(columns + 3 * N + tn)
-    kt = load_each((k0, k1, k2, k3), sk, b, hk, j0, Tk, D, BN, BD, COUNT, TMA)
-    vt = load_rows(v, sv, b, hk, j0, Tk, DV, BN, BV, TMA)
+@triton.jit
+def _head(dk, dv, q, kt, sq, v, do, sdo, stats, stat, pad, z, e, dg, gains, shifts, bounds, rows, seed, b, h, B, H, j0,
+          tn, own, first, last, own_end, Tq, M, zslots, slots, start, back, first_plane, scale, bend, factor, drop,
+          inverse, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, BM: tl.constexpr,
+          BN: tl.constexpr, S: tl.constexpr, DTYPE: tl.constexpr, TOP: tl.constexpr, OWN: tl.constexpr,
+          ENTERS: tl.constexpr, COUNT: tl.constexpr, GAIN: tl.constexpr, LEARNED: tl.constexpr, CENTRE: tl.constexpr,
+          ROUND: tl.constexpr, UNIFORM: tl.constexpr, BATCHED: tl.constexpr, CLOSED: tl.constexpr,
+          SOFTCAP: tl.constexpr, DROPOUT: tl.constexpr, READS_E: tl.constexpr, ETYPE: tl.constexpr, TMA: tl.constexpr,
+          STAGES: tl.constexpr):  # fmt: skip
+    """What one query head adds to dK and dV of a block of keys, its part of E and of dβ."""
+    bh = b * H + h
     each_gain = load_gains(gains, h, H, COUNT, GAIN)
-    dkt = tl.zeros([BN, BD], tl.float32)
-    dvt = tl.zeros([BN, BV], tl.float32)
-    dgt = tl.zeros([BN], tl.float32)
+    d0 = tl.zeros([BN], tl.float32)
+    d1 = tl.zeros([BN], tl.float32)
+    d2 = tl.zeros([BN], tl.float32)
+    d3 = tl.zeros([BN], tl.float32)
     for part in tl.static_range(3):
         # Tile rows before, inside and after a run of rows that see every key of the tile.
-        first = tl.minimum(tl.maximum(whole, own), own_end)
-        last = tl.minimum(tl.maximum(whole_end, first), own_end)
         if part == 0:
             a = own
             end = first
@@ -165,85 +171,149 @@ def keys_gradient(q0, q1, q2, q3, k0, k1, k2, k3, v, do, lse, delta, z, e, dk, d
         if part == 2:
             a = last
             end = own_end
-        dkt, dvt, dgt = _queries(dkt, dvt, dgt, (q0, q1, q2, q3), kt, sq, vt, do, sdo, lse, delta, z,
-                                 e, each_gain, shifts, bounds, rows, seed, b, bh, h, B, j0, tn, a * S,
-                                 tl.minimum(end * S, Tq), Tq, M, slots, back, B * H, scale, bend, factor, drop, inverse,
-                                 D, DV, BD, BV, BM, BN, S, DTYPE, TOP, OWN, ENTERS, COUNT, TARGET, GAIN, LEARNED,
-                                 CENTRE, ROUND, UNIFORM, BATCHED, CLOSED, SOFTCAP, DROPOUT, READS_E, STORES_E, ETYPE,
-                                 VALUES, part != 1, TMA, STAGES)  # fmt: skip
-    store_rows(dk, sdk, b, h, j0, Tk, dkt * final, D, BN, BD)
-    if VALUES:
-        store_rows(dv, sdv, b, h, j0, Tk, dvt, DV, BN, BV)
-    if LEARNED:
-        tl.store(dg + tl.cast(bh, tl.int64) * tl.num_programs(0) + tl.program_id(0), tl.sum(dgt, 0))
+        dk, dv, d0, d1, d2, d3 = _queries(
+            dk, dv, d0, d1, d2, d3, q, kt, sq, v, do, sdo, stats, stat, pad, z, e, each_gain, shifts, bounds, rows,
+            seed, b, bh, bh - first_plane, h, B, j0, tn, a * S, tl.minimum(end * S, Tq), Tq, M, zslots, slots, start,
+            back, B * H, scale, bend, factor, drop, inverse, D, DV, BD, BV, BM, BN, S, DTYPE, TOP, OWN, ENTERS, COUNT,
+            GAIN, LEARNED, CENTRE, ROUND, UNIFORM, BATCHED, CLOSED, SOFTCAP, DROPOUT, READS_E, ETYPE, part != 1, TMA,
+            STAGES)  # fmt: skip
+    for t in tl.static_range(COUNT):
+        if (LEARNED >> t) & 1:
+            value = d0
+            if t == 1:
+                value = d1
+            if t == 2:
+                value = d2
+            if t == 3:
+                value = d3
+            at = dg + (tl.cast(t * B * H + bh, tl.int64)) * tl.num_programs(0) + tl.program_id(0)
+            tl.store(at, tl.sum(value, 0))
+    return dk, dv
 
 
 @triton.jit(do_not_specialize=RUNTIME)
-def queries_from_e(e, k, dq, rows, sk, sdq, H, G, Tq, Tk, M, slots, back, scale, D: tl.constexpr, BD: tl.constexpr,
-                   BM: tl.constexpr, BN: tl.constexpr, S: tl.constexpr, CLOSED: tl.constexpr, TMA: tl.constexpr,
+def keys_gradient(q0, q1, q2, q3, k0, k1, k2, k3, v, do, stats, stat, z, e, dk, dv, dg, gains, shifts, bounds, rows,
+                  columns, seed, sq, sk, sv, sdo, sdk, sdv, pad, B, H, G, Tq, Tk, M, zslots, slots, back, first_plane,
+                  first_row, end_row, scale, bend, factor, drop, inverse, final, D: tl.constexpr, DV: tl.constexpr,
+                  BD: tl.constexpr, BV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, S: tl.constexpr,
+                  DTYPE: tl.constexpr, TOP: tl.constexpr, OWN: tl.constexpr, ENTERS: tl.constexpr, COUNT: tl.constexpr,
+                  GAIN: tl.constexpr, LEARNED: tl.constexpr, CENTRE: tl.constexpr, ROUND: tl.constexpr,
+                  UNIFORM: tl.constexpr, BATCHED: tl.constexpr, CLOSED: tl.constexpr, SOFTCAP: tl.constexpr,
+                  DROPOUT: tl.constexpr, READS_E: tl.constexpr, ETYPE: tl.constexpr, GROUPED: tl.constexpr,
+                  PART: tl.constexpr, ADDS: tl.constexpr, TMA: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
+    """dK of the last layer, dV, E and dβ for BN keys: program (block, query head, or key head where GROUPED).
+
+    Planes (batch · heads) from `first_plane` on and tile rows first_row … end_row − 1 (PART: E holds these only). ADDS:
+    dK and dV already hold what earlier rows gave.
+    """
+    j0 = tl.program_id(0) * BN
+    tn = j0 // S
+    N = (Tk + S - 1) // S
+    if GROUPED:
+        n = first_plane // G + tl.program_id(1)
+        b = n // (H // G)
+        hk = n % (H // G)
+        out = hk
+    else:
+        n = first_plane + tl.program_id(1)
+        b = n // H
+        out = n % H
+        hk = out // G
+    own = tl.load(columns + tn)
+    own_end = tl.load(columns + N + tn)
+    whole = tl.load(columns + 2 * N + tn)
+    whole_end = tl.load(columns + 3 * N + tn)
+    if PART:
+        own = tl.maximum(own, first_row)
+        own_end = tl.maximum(tl.minimum(own_end, end_row), own)
+    first = tl.minimum(tl.maximum(whole, own), own_end)
+    last = tl.minimum(tl.maximum(whole_end, first), own_end)
+    start = start_of(rows, first_row, M, back, CLOSED, PART)
+    kt = load_each((k0, k1, k2, k3), sk, b, hk, j0, Tk, D, BN, BD, COUNT, TMA)
+    vt = load_rows(v, sv, b, hk, j0, Tk, DV, BN, BV, TMA)
+    dkt = tl.zeros([BN, BD], tl.float32)
+    dvt = tl.zeros([BN, BV], tl.float32)
+    if GROUPED:
+        for h in range(hk * G, hk * G + G):
+            dkt, dvt = _head(dkt, dvt, (q0, q1, q2, q3), kt, sq, vt, do, sdo, stats, stat, pad, z, e, dg, gains, shifts,
+                             bounds, rows, seed, b, h, B, H, j0, tn, own, first, last, own_end, Tq, M, zslots, slots,
+                             start, back, first_plane, scale, bend, factor, drop, inverse, D, DV, BD, BV, BM, BN, S,
+                             DTYPE, TOP, OWN, ENTERS, COUNT, GAIN, LEARNED, CENTRE, ROUND, UNIFORM, BATCHED, CLOSED,
+                             SOFTCAP, DROPOUT, READS_E, ETYPE, TMA, STAGES)  # fmt: skip
+    else:
+        dkt, dvt = _head(dkt, dvt, (q0, q1, q2, q3), kt, sq, vt, do, sdo, stats, stat, pad, z, e, dg, gains, shifts,
+                         bounds, rows, seed, b, out, B, H, j0, tn, own, first, last, own_end, Tq, M, zslots, slots,
+                         start, back, first_plane, scale, bend, factor, drop, inverse, D, DV, BD, BV, BM, BN, S, DTYPE,
+                         TOP, OWN, ENTERS, COUNT, GAIN, LEARNED, CENTRE, ROUND, UNIFORM, BATCHED, CLOSED, SOFTCAP,
+                         DROPOUT, READS_E, ETYPE, TMA, STAGES)  # fmt: skip
+    dkt = dkt * final
+    if ADDS:
+        dkt += load_rows(dk, sdk, b, out, j0, Tk, D, BN, BD, False)
+        dvt += load_rows(dv, sdv, b, out, j0, Tk, DV, BN, BV, False)
+    store_rows(dk, sdk, b, out, j0, Tk, dkt, D, BN, BD)
+    store_rows(dv, sdv, b, out, j0, Tk, dvt, DV, BN, BV)
+
+
+@triton.jit(do_not_specialize=RUNTIME)
+def queries_from_e(e, k, dq, gains, bounds, rows, sk, sdq, B, H, G, Tq, Tk, M, slots, back, first_plane, first_row,
+                   final, D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, S: tl.constexpr,
+                   COUNT: tl.constexpr, TARGET: tl.constexpr, GAIN: tl.constexpr, UNIFORM: tl.constexpr,
+                   BATCHED: tl.constexpr, CLOSED: tl.constexpr, PART: tl.constexpr, TMA: tl.constexpr,
                    STAGES: tl.constexpr):  # fmt: skip
-    """dQ = s E K for BM queries, a product of stored tiles: program (block from the last, batch · heads)."""
-    i0 = (tl.num_programs(0) - 1 - tl.program_id(0)) * BM
-    bh = tl.program_id(1)
+    """dQ = s E K of layer TARGET for BM queries: program (block from the last, plane)."""
+    i0 = first_row * S + (tl.num_programs(0) - 1 - tl.program_id(0)) * BM
+    bh = first_plane + tl.program_id(1)
     b = bh // H
     h = bh % H
     tm = i0 // S
-    base = base_of(rows, tm, back, CLOSED)
+    i = i0 + tl.arange(0, BM)
+    base = base_of(rows, tm, back, CLOSED) - start_of(rows, first_row, M, back, CLOSED, PART)
     acc = tl.zeros([BM, BD], tl.float32)
     first = tl.load(rows + M + tm) * S
     for j0 in tl.range(first, tl.minimum(tl.load(rows + 2 * M + tm) * S, Tk), BN, num_stages=STAGES):
         tn = j0 // S
-        tile = load_packed(e, bh * slots + base + tn, i0 - tm * S, j0 - tn * S, S, BM, BN, TMA)
+        tile = load_packed(e, tl.program_id(1) * slots + base + tn, i0 - tm * S, j0 - tn * S, S, BM, BN, TMA)
+        if not UNIFORM and TARGET < COUNT - 1:
+            tile = seen_between(tile, bounds, b, i, j0 + tl.arange(0, BN), B, Tq, COUNT, TARGET, BATCHED)
         kt = load_rows(k, sk, b, h // G, j0, Tk, D, BN, BD, TMA)
         acc = tl.dot(tile.to(kt.dtype), kt, acc, input_precision="ieee")
-    store_rows(dq, sdq, b, h, i0, Tq, acc * scale, D, BM, BD)
+    acc = acc * (final * gains_above(load_gains(gains, h, H, COUNT, GAIN), COUNT, TARGET, GAIN))
+    store_rows(dq, sdq, b, h, i0, Tq, acc, D, BM, BD)
 
 
 @triton.jit(do_not_specialize=RUNTIME)
-def queries_again(q0, q1, q2, q3, k0, k1, k2, k3, v, do, lse, delta, z, dq, gains, shifts, bounds, rows, seed, sq, sk,
-                  sv, sdo, sdq, B, H, G, Tq, Tk, M, slots, back, scale, bend, factor, drop, inverse, final,
-                  D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, BM: tl.constexpr,
-                  BN: tl.constexpr, S: tl.constexpr, DTYPE: tl.constexpr, TOP: tl.constexpr, OWN: tl.constexpr,
-                  ENTERS: tl.constexpr, COUNT: tl.constexpr, TARGET: tl.constexpr, GAIN: tl.constexpr,
-                  CENTRE: tl.constexpr, ROUND: tl.constexpr, UNIFORM: tl.constexpr, BATCHED: tl.constexpr,
-                  CLOSED: tl.constexpr, SOFTCAP: tl.constexpr, DROPOUT: tl.constexpr, TMA: tl.constexpr,
-                  STAGES: tl.constexpr):  # fmt: skip
-    """dQ of layer TARGET for BM queries where no E is stored: the gradient of the scores is formed again."""
-    i0 = (tl.num_programs(0) - 1 - tl.program_id(0)) * BM
-    bh = tl.program_id(1)
+def keys_from_e(e, q, dk, gains, bounds, rows, columns, sq, sdk, B, H, G, Tq, Tk, M, slots, back, first_plane,
+                first_row, end_row, final, D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+                S: tl.constexpr, COUNT: tl.constexpr, TARGET: tl.constexpr, GAIN: tl.constexpr, UNIFORM: tl.constexpr,
+                BATCHED: tl.constexpr, CLOSED: tl.constexpr, PART: tl.constexpr, ADDS: tl.constexpr, TMA: tl.constexpr,
+                STAGES: tl.constexpr):  # fmt: skip
+    """dK = s Eᵀ Q of layer TARGET for BN keys of one query head: program (block, plane)."""
+    j0 = tl.program_id(0) * BN
+    bh = first_plane + tl.program_id(1)
     b = bh // H
     h = bh % H
-    hk = h // G
-    i = i0 + tl.arange(0, BM)
-    tm = i0 // S
-    base = base_of(rows, tm, back, CLOSED)
-    lo, hi = bounds_of(bounds, COUNT - 1 if not UNIFORM else 0, b, i, B, Tq, BATCHED)
-    at = tl.cast(bh, tl.int64) * Tq + i
-    row = tl.load(lse + at, mask=i < Tq, other=float("inf"))
-    d_row = tl.load(delta + at, mask=i < Tq, other=0.0)
-    before = tl.load(rows + 3 * M + tm)
-    before_end = tl.load(rows + 4 * M + tm)
-    qt = load_each((q0, q1, q2, q3), sq, b, h, i0, Tq, D, BM, BD, COUNT, TMA)
-    g = load_rows(do, sdo, b, h, i0, Tq, DV, BM, BV, TMA)
-    each_gain = load_gains(gains, h, H, COUNT, GAIN)
-    each_shift = load_shifts(shifts, bh, i, B * H, Tq, COUNT, CENTRE)
-    acc = tl.zeros([BM, BD], tl.float32)
-    first = tl.load(rows + M + tm) * S
-    for j0 in tl.range(first, tl.minimum(tl.load(rows + 2 * M + tm) * S, Tk), BN, num_stages=STAGES):
-        j = j0 + tl.arange(0, BN)
-        tn = j0 // S
-        kt = load_each((k0, k1, k2, k3), sk, b, hk, j0, Tk, D, BN, BD, COUNT, TMA)
-        u = tl.zeros([BM, BN], tl.float32)
-        if OWN or ENTERS:
-            u = load_packed(z, bh * slots + base + tn, i0 - tm * S, j0 - tn * S, S, BM, BN, TMA).to(tl.float32)
-            if not UNIFORM and not OWN:
-                u = tl.where((tn >= before) & (tn < before_end), u, 0.0)
-        if not OWN:
-            u, _ = summed(u, qt, kt, each_gain, each_shift, bounds, b, B, i, j, Tq, DTYPE, TOP, ENTERS, COUNT,
-                          GAIN, CENTRE, ROUND, UNIFORM, BATCHED, TARGET)  # fmt: skip
-        vt = load_rows(v, sv, b, hk, j0, Tk, DV, BN, BV, TMA)
-        _, ds = score_gradient(u, vt, g, row, d_row, visible(lo, hi, j), seed, bh, i0, j0, scale, bend, factor, drop,
-                               inverse, BM, BN, SOFTCAP, DROPOUT, True)  # fmt: skip
-        ds = back_to(ds, each_gain, bounds, b, B, i, j, Tq, COUNT, TARGET, GAIN, UNIFORM, BATCHED)
-        acc = tl.dot(ds.to(g.dtype), kt[TARGET], acc, input_precision="ieee")
-    store_rows(dq, sdq, b, h, i0, Tq, acc * final, D, BM, BD)
+    tn = j0 // S
+    N = (Tk + S - 1) // S
+    j = j0 + tl.arange(0, BN)
+    own = tl.maximum(tl.load(columns + tn), first_row)
+    own_end = tl.minimum(tl.load(columns + N + tn), end_row)
+    start = start_of(rows, first_row, M, back, CLOSED, PART)
+    acc = tl.zeros([BN, BD], tl.float32)
+    for i0 in tl.range(own * S, tl.minimum(own_end * S, Tq), BM, num_stages=STAGES):
+        tm = i0 // S
+        slot = tl.program_id(1) * slots + base_of(rows, tm, back, CLOSED) + tn - start
+        live = True
+        if not CLOSED:
+            live = (tn >= tl.load(rows + M + tm)) & (tn < tl.load(rows + 2 * M + tm))
+            slot = tl.where(live, slot, tl.program_id(1) * slots + slots - 1)
+        tile = load_packed(e, slot, i0 - tm * S, j0 - tn * S, S, BM, BN, TMA)
+        if not CLOSED:
+            tile = tl.where(live, tile, 0.0)
+        if not UNIFORM and TARGET < COUNT - 1:
+            tile = seen_between(tile, bounds, b, i0 + tl.arange(0, BM), j, B, Tq, COUNT, TARGET, BATCHED)
+        qt = load_rows(q, sq, b, h, i0, Tq, D, BM, BD, TMA)
+        acc = tl.dot(tl.trans(tile.to(qt.dtype)), qt, acc, input_precision="ieee")
+    acc = acc * (final * gains_above(load_gains(gains, h, H, COUNT, GAIN), COUNT, TARGET, GAIN))
+    if ADDS:
+        acc += load_rows(dk, sdk, b, h, j0, Tk, D, BN, BD, False)
+    store_rows(dk, sdk, b, h, j0, Tk, acc, D, BN, BD)

@@ -43,7 +43,7 @@ def _keys(acc, l, m, q, k, sk, v, sv, z_in, z_out, gains, shifts, bounds, seed, 
                 u = tl.where((tn >= before) & (tn < before_end), u, 0.0)
         kt = load_each(k, sk, b, hk, j0, Tk, D, BN, BD, COUNT, TMA)
         u, _ = summed(u, q, kt, gains, shifts, bounds, b, B, i, j, Tq, DTYPE, TOP, ENTERS, COUNT,
-                      GAIN, CENTRE, ROUND, UNIFORM, BATCHED, 0)  # fmt: skip
+                      GAIN, CENTRE, ROUND, UNIFORM, BATCHED, False)  # fmt: skip
         if MASKED:
             seen = visible(lo, hi, j)
         if WRITES:

@@ -14,10 +14,11 @@ from ...triton.masks import dropping
 from ...triton.plan import Source, padded
 from ..config import CarriedConfig, Options
 from . import settings
-from .backward import keys_gradient, queries_again, queries_from_e
+from .backward import keys_from_e, keys_gradient, queries_from_e
 from .forward import attend
-from .settings import again_tiles, backward_tiles, forward_tiles, product_tiles
-from .tiles import row_delta, row_shift
+from .settings import backward_tiles, forward_tiles, grouped, product_tiles
+from .tiles import row_shift, row_statistics, sum_heads
+from .transient import Parts, parts_of
 
 __all__ = ["backward", "forward", "refusal"]
 
@@ -38,8 +39,8 @@ def refusal(q: Tensor, k: Tensor, v: Tensor, config: CarriedConfig) -> str | Non
         return f"q is {q.dtype}; the kernels take fp16, bf16 and fp32"
     if max(q.shape[-1], v.shape[-1]) > 256:
         return f"head widths are {q.shape[-1]} and {v.shape[-1]}; the kernels take up to 256"
-    if config.layers > MOST:
-        return f"layers is {config.layers}; the kernels sum up to {MOST}"
+    if config.layers > MOST and config.plan != "stored":
+        return f"layers is {config.layers}; the kernels sum up to {MOST}, any number with plan='stored'"
     for name, dtype in (("carry_dtype", config.carry_dtype), ("grad_dtype", config.grad_dtype)):
         if dtype is not None and dtype not in _TYPES:
             return f"{name} is {dtype}; the kernels store fp16, bf16 and fp32"
@@ -96,6 +97,11 @@ class _Layer:
         """Arguments for four tensors of rows, the last repeated."""
         made = [x(rows, padded(self.d), self.tma) for x in sources]
         return made + made[-1:] * (MOST - len(made))
+
+    def products(self, target: int) -> dict:
+        """Constants of a product with E that gives layer `target` its gradient."""
+        names = ("D", "BD", "S", "COUNT", "GAIN", "UNIFORM", "BATCHED")
+        return {n: self.common[n] for n in names} | {"TARGET": target, "CLOSED": self.opt.back >= 0, "TMA": self.tma}
 
     def packed(self, z: Tensor | None, rows: int, columns: int):
         """A packed buffer as an argument; None stays None."""
@@ -156,68 +162,115 @@ def backward(
     do, device, G = Source(dO), v.device, x.H // x.Hk
     x.tma = x.tma and do.describable
     last, first = len(q) - 1, 0 if push else len(q) - 1
-    width = x.common["BV"]
-    delta = torch.empty(x.B, x.H, x.Tq, dtype=torch.float32, device=device)
-    launch(
-        row_delta, (cdiv(x.Tq, 64), x.B * x.H), O, O.stride()[:3], do.x, do.strides, delta, x.H, x.Tq, D=x.dv,
-        BD=width, BM=64,
-    )  # fmt: skip
-
-    # Query heads of a key head are summed afterwards, in fp32: one program a query head fills the GPU at batch 1.
-    part = torch.float32 if G > 1 else v.dtype
-    whole = torch.float32 if push else v.dtype
-    dq = torch.empty(len(q) - first, x.B, x.H, x.Tq, x.d, dtype=whole, device=device)
-    dk = torch.empty(len(q) - first, x.B, x.H, x.Tk, x.d, dtype=torch.float32 if push else part, device=device)
-    dv = torch.empty(x.B, x.H, x.Tk, x.dv, dtype=part, device=device)
-    dgain = torch.zeros(len(gain[first:]), x.H, dtype=torch.float32, device=device)
-    stored = e is not None
-    slots = next((t.shape[2] for t in (e, z) if t is not None), 1)
-    back, closed = max(opt.back, 0), opt.back >= 0
-    numbers = x.numbers | {"factor": 1.0 / opt.divisor}
-    ending = [numbers[name] for name in ("scale", "bend", "factor", "drop", "inverse")] + [opt.scale]
-    source = {"OWN": z_is_own, "ENTERS": z is not None and not z_is_own, "CLOSED": closed, "TMA": x.tma}
-    packed = (z is not None) + read_e + stored
-    shape = backward_tiles(x.common["BD"], x.bytes, opt.tile, 1 if z_is_own else len(q), packed)
+    planes, M = x.B * x.H, rows.shape[1]
+    shape = backward_tiles(x.common["BD"], x.bytes, opt.tile, 1 if z_is_own else len(q), (z is not None) + read_e)
     blocks = columns.shape[1] * opt.tile // shape.keys
-    for t in range(first, last + 1):
-        # The first summed layer takes a carry only if one was stored.
-        learned = bool(gain) and not z_is_own and (t > 0 or z is not None)
-        dg = torch.empty(x.B, x.H, blocks, dtype=torch.float32, device=device) if learned else None
-        launch(
-            keys_gradient, (blocks, x.B * x.H), *x.four(x.q, shape.queries), *x.four(x.k, shape.keys),
-            x.v(shape.keys, width, x.tma), do(shape.queries, width, x.tma), lse, delta,
-            x.packed(z, shape.queries, shape.keys), x.packed(e, shape.queries, shape.keys), dk[t - first], dv, dg,
-            x.gains, x.shifts, x.bounds, rows, columns, seed, *x.strides, do.strides, dk.stride()[1:4], dv.stride()[:3],
-            *x.sizes, slots, back, *ending, **x.common, **source, BM=shape.queries, BN=shape.keys, TARGET=t,
-            LEARNED=learned, READS_E=read_e, STORES_E=stored, ETYPE=_TYPES[e.dtype] if stored else tl.float32,
-            VALUES=t == last, STAGES=shape.stages, num_warps=shape.warps,
-        )  # fmt: skip
-        if learned:
-            dgain[t - first] = opt.scale * dg.sum((0, 2))
-        if not stored:
-            small = again_tiles(x.common["BD"], x.bytes, opt.tile, len(q), packed)
-            launch(
-                queries_again, (cdiv(x.Tq, small.queries), x.B * x.H), *x.four(x.q, small.queries),
-                *x.four(x.k, small.keys), x.v(small.keys, width, x.tma), do(small.queries, width, x.tma), lse, delta,
-                x.packed(z, small.queries, small.keys), dq[t - first], x.gains, x.shifts, x.bounds, rows, seed,
-                *x.strides, do.strides, dq.stride()[1:4], *x.sizes, slots, back, *ending, **x.common, **source,
-                BM=small.queries, BN=small.keys, TARGET=t, STAGES=small.stages, num_warps=small.warps,
-            )  # fmt: skip
-    if stored:
-        small = product_tiles(x.common["BD"], x.bytes, opt.tile)
-        launch(
-            queries_from_e, (cdiv(x.Tq, small.queries), x.B * x.H), x.packed(e, small.queries, small.keys),
-            x.k[-1](small.keys, x.common["BD"], x.tma), dq[0], rows, x.k[-1].strides, dq.stride()[1:4], x.H, G, x.Tq,
-            x.Tk, rows.shape[1], slots, back, opt.scale, D=x.d, BD=x.common["BD"], BM=small.queries, BN=small.keys,
-            S=opt.tile, CLOSED=closed, TMA=x.tma, STAGES=small.stages, num_warps=small.warps,
-        )  # fmt: skip
-        if gain and write_e:
-            e.mul_(gain[-1].to(e.dtype).view(1, -1, 1, 1, 1))
-    dsink = delta.new_zeros(0)
+    # Else one program a query head, whose dK and dV are summed afterwards, in fp32.
+    group = G > 1 and grouped(x.B * x.Hk * blocks, device)
+    if e is None:
+        parts = parts_of(planes, G if group else 1, M, columns.shape[1], opt.back, opt.tile**2 * x.bytes,
+                         settings.TRANSIENT)  # fmt: skip
+        e = torch.empty(parts.planes, parts.slots, opt.tile, opt.tile, dtype=v.dtype, device=device)
+    else:
+        parts = Parts(e.shape[2], planes, [(0, planes)], [(0, M)])
+    whole = torch.float32 if push else v.dtype
+    # Sums that other programs or launches have a share in are kept in fp32.
+    done = (group or G == 1) and len(parts.rows) == 1
+    empty = lambda heads, T, d, dtype: torch.empty(x.B, heads, T, d, dtype=dtype, device=device)  # noqa: E731
+    dq = torch.empty(len(q) - first, x.B, x.H, x.Tq, x.d, dtype=whole, device=device)
+    dk = [empty(x.H, x.Tk, x.d, torch.float32) for _ in range(last - first)]
+    heads = x.Hk if group else x.H
+    dk.append(empty(heads, x.Tk, x.d, whole if done else torch.float32))
+    dv = empty(heads, x.Tk, x.dv, v.dtype if done else torch.float32)
+    # The first summed layer takes a carry only if one was stored.
+    taking = [t for t in range(first, last + 1) if gain and not z_is_own and (t > 0 or z is not None)]
+    dg = torch.zeros(len(parts.rows), len(q), x.B, x.H, blocks, dtype=torch.float32, device=device) if taking else None
+
+    stats = _statistics(x, O, do, lse)
+    for planes_of in parts.heads:
+        for n, rows_of in enumerate(parts.rows):
+            _keys(x, do, stats, z, z_is_own, e, read_e, dk[-1], dv, None if dg is None else dg[n], columns, shape,
+                  planes_of, rows_of, parts, group, sum(1 << t for t in taking))  # fmt: skip
+            for t in range(first, last + 1):
+                if t < last:
+                    _keys_product(x, e, t, dk[t - first], columns, shape, planes_of, rows_of, parts)
+                _queries_product(x, e, t, dq[t - first], planes_of, rows_of, parts)
+    if gain and write_e:
+        e.mul_(gain[-1].to(e.dtype).view(1, -1, 1, 1, 1))
+    dgain = torch.zeros(len(gain[first:]), x.H, dtype=torch.float32, device=device)
+    for t in taking:
+        dgain[t - first] = opt.scale * dg[:, t].sum((0, 1, 3))
+    dk = torch.stack([_joined(t, x.Hk, whole) for t in dk]) if len(dk) > 1 else _joined(dk[0], x.Hk, whole)[None]
+    dsink = lse.new_zeros(0)
     if sink is not None:
         share = (sink.float()[:, None] * LOG2E - lse).exp2().masked_fill(torch.isinf(lse), 0.0)
+        delta = stats[1, :, : x.Tq].view(x.B, x.H, x.Tq)
         dsink = -(share * delta).sum((0, 2))
-    return dq, _joined(dk, x.Hk, whole), _joined(dv[None], x.Hk, v.dtype)[0], dgain, dsink
+    return dq, dk, _joined(dv, x.Hk, v.dtype), dgain, dsink
+
+
+def _statistics(x: _Layer, O: Tensor, do: Source, lse: Tensor) -> Tensor:
+    """lse and Δ [2, B·H, Tq rounded up to 128]."""
+    pad = cdiv(x.Tq, 128) * 128
+    stats = torch.empty(2, x.B * x.H, pad, dtype=torch.float32, device=O.device)
+    launch(
+        row_statistics, (pad // 64, x.B * x.H), O, O.stride()[:3], do.x, do.strides, lse, stats, x.H, x.Tq, pad,
+        x.B * x.H, D=x.dv, BD=x.common["BV"], BM=64,
+    )  # fmt: skip
+    return stats
+
+
+def _keys(
+    x: _Layer, do: Source, stats: Tensor, z: Tensor | None, z_is_own: bool, e: Tensor, read_e: bool, dk: Tensor,
+    dv: Tensor, dg: Tensor | None, columns: Tensor, shape: settings.Shape, planes: tuple[int, int],
+    rows: tuple[int, int], parts: Parts, group: bool, learned: int,
+) -> None:  # fmt: skip
+    """The pass over keys: E, dV and the last layer's dK."""
+    opt, width, pad = x.opt, x.common["BV"], stats.shape[-1]
+    stat = TensorDescriptor(stats, [2 * x.B * x.H, pad], [pad, 1], [1, shape.queries]) if x.tma else stats
+    zslots = 1 if z is None else z.shape[2]
+    G = x.H // x.Hk if group else 1
+    numbers = x.numbers | {"factor": 1.0 / opt.divisor}
+    launch(
+        keys_gradient, (columns.shape[1] * opt.tile // shape.keys, (planes[1] - planes[0]) // G),
+        *x.four(x.q, shape.queries), *x.four(x.k, shape.keys), x.v(shape.keys, width, x.tma),
+        do(shape.queries, width, x.tma), stats, stat, x.packed(z, shape.queries, shape.keys),
+        x.packed(e, shape.queries, shape.keys), dk, dv, dg, x.gains, x.shifts, x.bounds, x.rows, columns, x.seed,
+        *x.strides, do.strides, dk.stride()[:3], dv.stride()[:3], pad, *x.sizes, zslots, parts.slots, max(opt.back, 0),
+        planes[0], *rows, *(numbers[name] for name in ("scale", "bend", "factor", "drop", "inverse")), opt.scale,
+        **x.common, BM=shape.queries, BN=shape.keys, OWN=z_is_own, ENTERS=z is not None and not z_is_own,
+        LEARNED=learned, READS_E=read_e, CLOSED=opt.back >= 0, ETYPE=_TYPES[e.dtype], GROUPED=group,
+        PART=len(parts.rows) > 1, ADDS=rows[0] > 0, TMA=x.tma, STAGES=shape.stages, num_warps=shape.warps,
+    )  # fmt: skip
+
+
+def _queries_product(x: _Layer, e: Tensor, target: int, dq: Tensor, planes, rows, parts: Parts) -> None:
+    """dQ of a summed layer from E."""
+    opt, k, BD = x.opt, x.k[target], x.common["BD"]
+    shape = product_tiles(BD, x.bytes, opt.tile)
+    end = min(rows[1] * opt.tile, x.Tq)
+    launch(
+        queries_from_e, (cdiv(end - rows[0] * opt.tile, shape.queries), planes[1] - planes[0]),
+        x.packed(e, shape.queries, shape.keys), k(shape.keys, BD, x.tma), dq, x.gains, x.bounds, x.rows, k.strides,
+        dq.stride()[:3], *x.sizes, parts.slots, max(opt.back, 0), planes[0], rows[0], opt.scale, **x.products(target),
+        PART=len(parts.rows) > 1, BM=shape.queries, BN=shape.keys, STAGES=shape.stages, num_warps=shape.warps,
+    )  # fmt: skip
+
+
+def _keys_product(x: _Layer, e: Tensor, target: int, dk: Tensor, columns: Tensor, keys: settings.Shape, planes, rows,
+                  parts: Parts) -> None:  # fmt: skip
+    """dK of a summed layer other than the last from E."""
+    opt, q, BD = x.opt, x.q[target], x.common["BD"]
+    shape = product_tiles(BD, x.bytes, opt.tile, keyed=True)
+    # Queries beyond the last were written as zeros as far as the pass over keys steps, and no further.
+    shape = shape._replace(queries=min(shape.queries, keys.queries))
+    launch(
+        keys_from_e, (columns.shape[1] * opt.tile // shape.keys, planes[1] - planes[0]),
+        x.packed(e, shape.queries, shape.keys), q(shape.queries, BD, x.tma), dk, x.gains, x.bounds, x.rows, columns,
+        q.strides, dk.stride()[:3], *x.sizes, parts.slots, max(opt.back, 0), planes[0], *rows, opt.scale,
+        **x.products(target), PART=len(parts.rows) > 1, ADDS=rows[0] > 0, BM=shape.queries, BN=shape.keys,
+        STAGES=shape.stages, num_warps=shape.warps,
+    )  # fmt: skip
 
 
 def _alike(tensors: list[Tensor]) -> list[Source]:
@@ -229,6 +282,10 @@ def _alike(tensors: list[Tensor]) -> list[Source]:
 
 
 def _joined(x: Tensor, Hk: int, dtype: torch.dtype) -> Tensor:
-    """Sum over the query heads of a key head: x [n, B, H, T, d] to [n, B, Hk, T, d]."""
-    n, B, H, T, d = x.shape
-    return x if H == Hk else x.view(n, B, Hk, H // Hk, T, d).sum(3).to(dtype)
+    """Sum over the query heads of a key head: x [B, H, T, d] to [B, Hk, T, d]; as it is where that is done."""
+    B, H, T, d = x.shape
+    if H == Hk:
+        return x.to(dtype)
+    out = torch.empty(B, Hk, T, d, dtype=dtype, device=x.device)
+    launch(sum_heads, (cdiv(T * d, 2048), B * Hk), x, out, H // Hk, T * d, N=2048)
+    return out

@@ -6,7 +6,10 @@ import triton.language as tl
 from ...triton.tiles import load_rows
 
 # Lengths, strides and scales must not make a new kernel each.
-RUNTIME = ["B", "H", "G", "Tq", "Tk", "M", "slots", "back", "scale", "bend", "drop", "inverse", "factor", "final"]
+RUNTIME = [
+    "B", "H", "G", "Tq", "Tk", "M", "slots", "zslots", "back", "first_plane", "first_row", "end_row", "scale", "bend",
+    "drop", "inverse", "factor", "final",
+]  # fmt: skip
 
 
 @triton.jit
@@ -19,6 +22,15 @@ def base_of(rows, m, back, CLOSED: tl.constexpr):
     else:
         base = tl.load(rows + m)
     return base
+
+
+@triton.jit
+def start_of(rows, m, M, back, CLOSED: tl.constexpr, PART: tl.constexpr):
+    """The slot of the first tile of row m, where a buffer that holds a part of the rows begins; 0 for a whole one."""
+    start = 0
+    if PART:
+        start = base_of(rows, m, back, CLOSED) + tl.load(rows + M + m)
+    return start
 
 
 @triton.jit
@@ -58,9 +70,23 @@ def bounds_of(bounds, t, b, i, B, Tq, BATCHED: tl.constexpr):
 
 
 @triton.jit
-def visible(lo, hi, j):
-    """Which entries of a tile are seen: rows with bounds lo, hi; columns j."""
-    return (j[None, :] >= lo[:, None]) & (j[None, :] < hi[:, None])
+def visible(lo, hi, j, KEYED: tl.constexpr = False):
+    """Which entries of a tile are seen: queries with bounds lo, hi; keys j. KEYED: the tile is [keys, queries]."""
+    if KEYED:
+        seen = (j[:, None] >= lo[None, :]) & (j[:, None] < hi[None, :])
+    else:
+        seen = (j[None, :] >= lo[:, None]) & (j[None, :] < hi[:, None])
+    return seen
+
+
+@triton.jit
+def by_query(x, KEYED: tl.constexpr):
+    """A number a query, shaped to meet a tile of scores."""
+    if KEYED:
+        y = x[None, :]
+    else:
+        y = x[:, None]
+    return y
 
 
 @triton.jit
@@ -129,36 +155,49 @@ def rounded_to(u, dtype: tl.constexpr, TOP: tl.constexpr):
 @triton.jit
 def summed(u, q, k, gains, shifts, bounds, b, B, i, j, Tq, DTYPE: tl.constexpr, TOP: tl.constexpr,
            ENTERS: tl.constexpr, COUNT: tl.constexpr, GAIN: tl.constexpr, CENTRE: tl.constexpr, ROUND: tl.constexpr,
-           UNIFORM: tl.constexpr, BATCHED: tl.constexpr, TARGET: tl.constexpr):  # fmt: skip
-    """Unscaled scores of the last of COUNT layers, and the carry that entered layer TARGET.
+           UNIFORM: tl.constexpr, BATCHED: tl.constexpr, KEYED: tl.constexpr):  # fmt: skip
+    """Unscaled scores of the last of COUNT layers, and the carry that entered each of four layers.
 
     q, k, gains and shifts are tuples, an entry a layer; u is the carry that enters the first (ENTERS). A carry is the
     accumulator that the next product adds to, so it costs no addition. Bit t of ROUND: layer t's sum is what was
-    stored.
+    stored. KEYED: tiles are [keys, queries].
     """
-    taken = u
+    t0 = u
+    t1 = u
+    t2 = u
+    t3 = u
     shift = tl.zeros([i.shape[0]], tl.float32)
     for t in tl.static_range(COUNT):
-        if t == TARGET:
-            taken = u
+        if t == 1:
+            t1 = u
+        if t == 2:
+            t2 = u
+        if t == 3:
+            t3 = u
         if GAIN and (ENTERS or t > 0):
             u = u * gains[t]
             shift = shift * gains[t]
-        if ENTERS or t > 0:
-            u = tl.dot(q[t], tl.trans(k[t]), u, input_precision="ieee")
+        if KEYED:
+            left = k[t]
+            right = tl.trans(q[t])
         else:
-            u = tl.dot(q[t], tl.trans(k[t]), input_precision="ieee")
+            left = q[t]
+            right = tl.trans(k[t])
+        if ENTERS or t > 0:
+            u = tl.dot(left, right, u, input_precision="ieee")
+        else:
+            u = tl.dot(left, right, input_precision="ieee")
         if CENTRE:
             shift += shifts[t]
             if t == COUNT - 1 or (ROUND >> t) & 1:
-                u = u - shift[:, None]
+                u = u - by_query(shift, KEYED)
                 shift = shift * 0.0
         if (ROUND >> t) & 1:
             u = rounded_to(u, DTYPE, TOP)
         if not UNIFORM and t < COUNT - 1:
             lo, hi = bounds_of(bounds, t, b, i, B, Tq, BATCHED)
-            u = tl.where(visible(lo, hi, j), u, 0.0)
-    return u, taken
+            u = tl.where(visible(lo, hi, j, KEYED), u, 0.0)
+    return u, (t0, t1, t2, t3)
 
 
 @triton.jit
@@ -188,12 +227,31 @@ def row_shift(q, sq, mean, out, B, H, G, Tq, D: tl.constexpr, BD: tl.constexpr, 
     tl.store(out + tl.cast(bh, tl.int64) * Tq + i, tl.sum(tile * k[None, :], 1), mask=i < Tq)
 
 
-@triton.jit
-def row_delta(o, so, do, sdo, out, H, Tq, D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr):
-    """out[b, h, i] = Σ_d dO · O in fp32."""
+@triton.jit(do_not_specialize=["H", "Tq", "pad", "planes"])
+def row_statistics(o, so, do, sdo, lse, stats, H, Tq, pad, planes, D: tl.constexpr, BD: tl.constexpr,
+                   BM: tl.constexpr):  # fmt: skip
+    """stats [2, B·H, pad]: lse (+∞ beyond Tq, so that P is 0 there) and Δ = Σ_d dO · O in fp32 (0 there).
+
+    Rows are padded so that the pass over keys loads them by descriptor: pointer loads copy a row of statistics once for
+    every row of the tile.
+    """
     i0 = tl.program_id(0) * BM
     bh = tl.program_id(1)
     a = load_rows(o, so, bh // H, bh % H, i0, Tq, D, BM, BD, False).to(tl.float32)
     g = load_rows(do, sdo, bh // H, bh % H, i0, Tq, D, BM, BD, False).to(tl.float32)
     i = i0 + tl.arange(0, BM)
-    tl.store(out + tl.cast(bh, tl.int64) * Tq + i, tl.sum(a * g, 1), mask=i < Tq)
+    row = tl.load(lse + tl.cast(bh, tl.int64) * Tq + i, mask=i < Tq, other=float("inf"))
+    at = stats + tl.cast(bh, tl.int64) * pad + i
+    tl.store(at, row, mask=i < pad)
+    tl.store(at + tl.cast(planes, tl.int64) * pad, tl.sum(a * g, 1), mask=i < pad)
+
+
+@triton.jit(do_not_specialize=["G"])
+def sum_heads(x, out, G, size, N: tl.constexpr):
+    """out[n] = Σ_g x[n·G + g] in order, planes of `size` numbers: program (N numbers, plane n)."""
+    at = tl.program_id(0) * N + tl.arange(0, N)
+    plane = tl.cast(tl.program_id(1), tl.int64)
+    total = tl.zeros([N], tl.float32)
+    for g in range(G):
+        total += tl.load(x + (plane * G + g) * size + at, mask=at < size, other=0.0)
+    tl.store(out + plane * size + at, total.to(out.dtype.element_ty), mask=at < size)

@@ -1,0 +1,264 @@
+"""Which tiles each kernel of carried attention should use, timed on a GPU.
+
+    python benchmarks/carried_tiles.py --out DIR --until 110
+
+Runs blocks of four layers (20 query heads on 4 key heads, d = 128, bf16) with every column of the candidates below,
+times each launch, and takes for each kernel the tiles whose launches took least in sum. Then it compares dK and dV
+summed over query heads in registers and afterwards. Writes DIR/tiles.json, in the form of
+src/tilewise/carried/triton/tiles.json, and all samples as DIR/carried_tiles.json. Kernels are compiled by processes
+side by side; columns that have not run when time is up take no part.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import time
+import traceback
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import median
+
+import torch
+import triton
+from carried_blocks import NoGPU, carried_block, config_of, tensors
+from carried_kernels import Clock, both_ways, environment, release, say
+
+from tilewise.carried import TileLayout
+from tilewise.carried.triton import launch as kernels
+from tilewise.carried.triton import settings
+from tilewise.carried.triton.settings import Shape
+from tilewise.triton.launch import launcher
+
+START = time.time()
+CANDIDATES = {
+    "forward": [(128, 64, 8, 3), (128, 128, 8, 2), (64, 64, 4, 3), (128, 64, 8, 4), (64, 128, 4, 2), (128, 32, 8, 4)],
+    "forward, carried": [(128, 64, 8, 3), (128, 128, 8, 2), (64, 64, 4, 2), (128, 64, 8, 2), (64, 128, 4, 1)],
+    "forward, summed": [(128, 64, 8, 2), (128, 32, 8, 2), (64, 64, 4, 2), (64, 64, 4, 1)],
+    "backward": [(64, 128, 8, 2), (64, 64, 4, 2), (32, 128, 8, 3), (128, 64, 8, 2), (64, 128, 8, 1), (32, 64, 4, 3)],
+    "backward, carried": [(64, 128, 8, 2), (64, 64, 4, 2), (32, 128, 8, 3), (128, 64, 8, 2), (64, 128, 8, 1)],
+    "backward, summed": [(32, 128, 8, 2), (64, 64, 8, 2), (32, 64, 4, 2), (64, 64, 4, 1), (32, 64, 8, 2)],
+    "product": [(128, 64, 8, 3), (128, 128, 8, 3), (64, 64, 4, 4), (128, 64, 4, 3), (64, 128, 4, 3), (128, 64, 8, 4)],
+    "product of keys": [(64, 128, 8, 3), (32, 128, 8, 4), (64, 64, 4, 4), (64, 128, 4, 3), (32, 128, 4, 4)],
+}
+"""Chosen by what the compiler reports for sm_90 (docs/carried.md); the first column is the default."""
+
+COLUMNS = max(map(len, CANDIDATES.values()))
+PLANS = ("none", "mixed", "recompute")
+NEVER, ALWAYS = 1e9, 0.0
+NAMES = {"queries_from_e": "product", "keys_from_e": "product of keys"}
+
+
+def column(n: int) -> dict[str, Shape]:
+    """The n-th candidate of every kernel, the first where there are fewer."""
+    return {kind: Shape(*(shapes[n] if n < len(shapes) else shapes[0])) for kind, shapes in CANDIDATES.items()}
+
+
+def kind_of(name: str, meta: dict) -> str | None:
+    """The kernel's name in the tables, from its launch."""
+    if name == "attend":
+        return settings.kind_of("forward", meta["COUNT"], meta["ENTERS"] or meta["WRITES"])
+    if name == "keys_gradient":
+        count = 1 if meta["OWN"] else meta["COUNT"]
+        return settings.kind_of("backward", count, meta["OWN"] or meta["ENTERS"] or meta["READS_E"])
+    return NAMES.get(name)
+
+
+@contextmanager
+def chosen(table: dict[str, Shape], fill: float):
+    """The table's tiles, and whether heads are summed in registers, in place of the settings'."""
+    kept, kept_fill = dict(settings.WIDE), settings.FILL
+    settings.WIDE.update(table)
+    settings.FILL = fill
+    try:
+        yield
+    finally:
+        settings.WIDE.update(kept)
+        settings.FILL = kept_fill
+
+
+def launches(plan: str, table: dict[str, Shape], fill: float, act) -> None:
+    """Run a small block on the CPU with `act` in place of every launch."""
+    refusal, kernels.refusal = kernels.refusal, lambda *_: None
+    launcher.append(act)
+    try:
+        with chosen(table, fill):
+            q, k, v, G = tensors(256, "cpu")
+            torch.autograd.grad(carried_block(config_of(plan), q, k, v)(), [*q, *k, *v], G)
+    finally:
+        launcher.pop()
+        kernels.refusal = refusal
+
+
+def start_worker() -> None:
+    # Without devices autograd starts no threads for them.
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    torch.set_num_threads(1)
+    triton.runtime.driver.set_active(NoGPU())
+
+
+def listed(job: tuple) -> list[tuple]:
+    """What tells the kernels of a job apart, in order."""
+    found: list[tuple] = []
+
+    def kind(x) -> str:
+        shape = getattr(x, "block_shape", "")
+        return "none" if x is None else f"{type(x).__name__}{getattr(x, 'dtype', '')}{shape}"
+
+    launches(*job, lambda f, grid, *a, **m: found.append((f.fn.__name__, *map(kind, a), *sorted(map(str, m.items())))))
+    return found
+
+
+def compiled(task: tuple[tuple, int]) -> tuple[str, float, str]:
+    """(name, seconds, error) of one kernel of a job."""
+    job, wanted = task
+    count, done = -1, ("", 0.0, "")
+
+    def act(kernel, grid, *args, **meta):
+        nonlocal count, done
+        count += 1
+        if count == wanted:
+            start, why = time.perf_counter(), ""
+            try:
+                kernel.warmup(*args, grid=grid, **meta)
+            except Exception:
+                why = traceback.format_exc()[-600:]
+            done = (kernel.fn.__name__, time.perf_counter() - start, why)
+
+    launches(*job, act)
+    return done
+
+
+class Compiler:
+    """Processes that compile kernels side by side; made before the GPU is used."""
+
+    def __init__(self, processes: int | None) -> None:
+        processes = processes or max(1, (os.cpu_count() or 2) - 1)
+        self.pool = multiprocessing.get_context("fork").Pool(processes, start_worker)
+        self.seen: set[tuple] = set()
+
+    def __call__(self, jobs: list[tuple], limit: float) -> None:
+        """Compile every kernel of the jobs that has not been, within `limit` seconds; the rest compile when used."""
+        tasks = []
+        for job, found in zip(jobs, self.pool.map(listed, jobs, chunksize=1), strict=True):
+            tasks += [(job, n) for n, key in enumerate(found) if key not in self.seen and not self.seen.add(key)]
+        began, spent, count = time.time(), 0.0, 0
+        results = self.pool.imap_unordered(compiled, tasks)
+        for _ in tasks:
+            try:
+                name, seconds, why = results.next(timeout=max(1.0, limit - (time.time() - began)))
+            except multiprocessing.TimeoutError:
+                break
+            count, spent = count + 1, spent + seconds
+            if why:
+                say("  not compiled:", name, why)
+        say(f"{count} of {len(tasks)} kernels compiled, {spent:.0f} s of processes")
+
+
+class Timer:
+    """Milliseconds of every launch of a step, by kernel."""
+
+    def __init__(self) -> None:
+        self.clock = Clock()
+
+    def __call__(self, plan: str, T: int, table: dict[str, Shape], fill: float, rounds: int, sleep: float) -> dict:
+        found: list[tuple] = []
+        failed: dict[str, str] = {}
+
+        def timed(kernel, grid, *args, **meta):
+            name = kernel.fn.__name__
+            marks = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+            marks[0].record()
+            try:
+                kernel[grid](*args, **meta)
+            except triton.runtime.errors.OutOfResources as error:
+                failed[str(kind_of(name, meta))] = str(error)[:200]
+            marks[1].record()
+            found.append((kind_of(name, meta) or name, marks))
+
+        q, k, v, G = tensors(T, "cuda")
+        launcher.append(timed)
+        try:
+            with chosen(table, fill):
+                layout = TileLayout(config_of(plan), T, T, device="cuda")
+                step = both_ways(carried_block(config_of(plan), q, k, v, layout), [*q, *k, *v], G)
+                samples: dict[str, list[float]] = {}
+                for n in range(rounds + 1):
+                    found.clear()
+                    self.clock(step, sleep_ms=sleep)
+                    sums: dict[str, float] = {}
+                    for kind, (a, b) in found:
+                        sums[kind] = sums.get(kind, 0.0) + a.elapsed_time(b)
+                    if n:
+                        for kind, ms in sums.items():
+                            samples.setdefault(kind, []).append(ms)
+        finally:
+            launcher.pop()
+        return {"plan": plan, "tokens": T, "fill": fill, "failed": failed, "samples": samples,
+                "ms": {kind: median(x) for kind, x in samples.items()}}  # fmt: skip
+
+
+def best(records: list[dict]) -> dict[str, Shape]:
+    """For each kernel the tiles whose launches took least in sum over all plans and lengths that every column ran."""
+    sums: dict[str, dict[tuple, list[float]]] = {}
+    cases = [{(r["plan"], r["tokens"]) for r in records if r["column"] == n} for n in {r["column"] for r in records}]
+    common = set.intersection(*cases)
+    for r in records:
+        for kind, ms in r["ms"].items():
+            if (r["plan"], r["tokens"]) in common and kind in CANDIDATES and kind not in r["failed"]:
+                shape = tuple(r["tiles"][kind])
+                entry = sums.setdefault(kind, {}).setdefault(shape, [])
+                entry.append(ms)
+    # A tile that stands in more columns than one, as the default does, counts by its mean.
+    return {kind: Shape(*min(x, key=lambda shape: sum(x[shape]) / len(x[shape]))) for kind, x in sums.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
+    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--sleep", type=float, default=20.0, help="ms that the GPU sleeps while the host enqueues")
+    parser.add_argument("--until", type=float, default=110.0, help="seconds after which no further column begins")
+    parser.add_argument("--columns", type=int, default=COLUMNS, help="of the candidates")
+    parser.add_argument("--processes", type=int)
+    args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    compiler = Compiler(args.processes)
+    jobs = [(plan, column(n), NEVER) for n in range(args.columns) for plan in PLANS]
+    compiler(jobs, 0.6 * args.until)
+    records, timer = [], Timer()
+    for n in range(args.columns):
+        if time.time() - START > 0.85 * args.until:
+            say(f"time is up before column {n}")
+            break
+        for plan in PLANS:
+            record = timer(plan, 8192, column(n), NEVER, args.rounds, args.sleep)
+            records.append(record | {"column": n, "tiles": {k: list(s) for k, s in column(n).items()}})
+            say(n, plan, record["failed"] or "", {k: round(ms, 3) for k, ms in record["ms"].items() if k in CANDIDATES})
+    picked = column(0) | best(records)
+    say("tiles:", {kind: tuple(shape) for kind, shape in picked.items()})
+    release()
+    compiler([("none", picked, fill) for fill in (NEVER, ALWAYS)], max(5.0, args.until - (time.time() - START)))
+    groups = [timer("none", T, picked, fill, args.rounds, args.sleep) for T in (4096, 8192) for fill in (NEVER, ALWAYS)]
+    total = [sum(ms for kind, ms in r["ms"].items() if kind in ("backward", "sum_heads")) for r in groups]
+    say("dK and dV summed afterwards, in registers:", [round(x, 3) for x in total])
+    # Programs a multiprocessor at 4,096 and 8,192 tokens: the smallest at which registers won.
+    count = torch.cuda.get_device_properties(0).multi_processor_count
+    per = [4 * (T // picked["backward"].keys) / count for T in (4096, 8192)]
+    won = [p for p, after, inside in zip(per, total[::2], total[1::2], strict=True) if inside < after]
+    table = json.loads(Path(settings.__file__).with_name("tiles.json").read_text())
+    table |= {
+        "source": f"{environment()['gpu']}, torch {torch.__version__}, Triton {triton.__version__}",
+        "wide": {kind: list(picked[kind]) for kind in table["wide"]},
+        "fill": round(min(won) - 0.01, 2) if won else NEVER,
+    }
+    settings.use(table)
+    (args.out / "tiles.json").write_text(json.dumps(table, indent=1) + "\n")
+    record = {"environment": environment(), "records": records, "grouped": groups}
+    (args.out / "carried_tiles.json").write_text(json.dumps(record, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
