@@ -1,0 +1,85 @@
+"""What the Hopper kernels (Gluon) share on the host: descriptors of 64 rows, and tables with one row an offset."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from .launch import cdiv, launch
+from .plan import Layout, Source, padded
+from .project import expand
+from .skew import TILE
+from .terms import rows_of
+
+__all__ = ["dtype_of", "expanded", "misfits", "rows_layout", "tiles_of"]
+
+
+def dtype_of(x: torch.dtype):
+    """Gluon's name of a 16-bit dtype."""
+    return gl.float16 if x == torch.float16 else gl.bfloat16
+
+
+def rows_layout(width: int, dtype: torch.dtype):
+    """The shared layout of 64 rows: what both the copies and the products read."""
+    return gl.NVMMASharedLayout.get_default_for([TILE, width], dtype_of(dtype))
+
+
+def tiles_of(x: Source | Tensor) -> TensorDescriptor:
+    """Tiles of 64 rows of a [B, H, T, d] tensor, or of a table [H, R, d]."""
+    if isinstance(x, Source):
+        tensor, strides = x.x, x.strides
+    else:
+        tensor, strides = x, tuple(x.stride()[:-1])
+    box = [1] * (tensor.dim() - 2) + [TILE, tensor.shape[-1]]
+    layout = gl.NVMMASharedLayout.get_default_for(box, dtype_of(tensor.dtype))
+    return TensorDescriptor(tensor, list(tensor.shape), [*strides, 1], box, layout)
+
+
+def expanded(L: Layout, n: int, descending: bool) -> tuple[Tensor, int]:
+    """Port n's table with one row an offset, [heads, rows, d], and the row of offset 0: that of δ is it − δ or it + δ.
+
+    It covers every offset of a tile with an unsaturated one. An identity map's own table is taken where it will do.
+    """
+    rows, table = L.ports[n].rows, L.tables[n]
+    aligned = all(s * 2 % 16 == 0 for s in table.stride()[:2]) and table.data_ptr() % 16 == 0
+    if rows.kind == "identity" and bool(rows.params[1]) == descending and aligned:
+        return table, rows.params[0]
+    low, high = max(L.lo, L.call.offset + 1 - L.Tk), min(L.hi, L.Tq - 1 + L.call.offset)
+    # A tile reaches 127 offsets beyond an unsaturated one.
+    low, high = min(low, high) - 2 * TILE, max(low, high) + 2 * TILE
+    count = high - low + 1
+    out = torch.empty(table.shape[0], count, table.shape[2], dtype=table.dtype, device=L.device)
+    launch(
+        expand, (cdiv(count, 64), table.shape[0]), table, _rows_between(rows, low, high, descending, L.device), out,
+        L.head_stride(n), table.stride(1), count, D=table.shape[2], BD=padded(table.shape[2]), N=64, num_warps=4,
+    )  # fmt: skip
+    return out, high if descending else -low
+
+
+@lru_cache(maxsize=64)
+def _rows_between(rows, low: int, high: int, descending: bool, device: torch.device) -> Tensor:
+    delta = torch.arange(low, high + 1, device=device)
+    return rows_of(rows, delta.flip(0) if descending else delta).contiguous()
+
+
+def misfits(L: Layout) -> list[str]:
+    """Why no Hopper kernel of this package can run a call, whatever its terms."""
+    reasons = []
+    if not L.limits.hopper:
+        reasons.append("the GPU is not a Hopper (sm_90)")
+    if L.dtype not in (torch.float16, torch.bfloat16):
+        reasons.append(f"q is {L.dtype}")
+    widths = {L.d, L.dv, *(t.shape[-1] for t in L.tables)}
+    if len(widths) > 1 or L.d not in (64, 128):
+        reasons.append(f"the widths are {sorted(widths)}; it takes 64 or 128 alike")
+    if not L.call.scale >= 0.0:
+        reasons.append(f"scale is {L.call.scale}; it takes scales ≥ 0")
+    if L.call.dropout_p > 0.0 or L.call.mask.dense is not None:
+        reasons.append("it has neither dropout nor dense masks")
+    if not all(s.describable for s in (L.q, L.k, L.v, *(x for x in L.lefts if x is not None))):
+        reasons.append("a tensor is not laid out in multiples of 16 bytes")
+    return reasons
