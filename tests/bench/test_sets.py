@@ -59,9 +59,9 @@ def test_depth_gates_a_wrong_result():
     right = work.results("step")
     assert set(right) == {"y", "dx", "dquery", "dnorm"} <= set(truth.exact)
     for name, value in right.items():
-        assert work.gate(value, truth.exact[name], truth.low_error[name], False)["ok"]
+        assert work.gate(value, truth.exact[name], truth.low_error[name], True)["ok"]
         off = value * (1 + 1e-4)
-        assert not work.gate(off, truth.exact[name], truth.low_error[name], False)["ok"]
+        assert not work.gate(off, truth.exact[name], truth.low_error[name], True)["ok"]
 
 
 def test_depth_measures_the_schedule_that_it_names():

@@ -124,7 +124,7 @@ class Depth:
 
         return Workload(
             built.forward, built.leaves, data.dy, base.forward, list(base.leaves.values()), gate=gate, results=results,
-            overhead=overhead(data.x, work), capture=cell.case != "training-eager", held=built.held,
+            strict=cell.system.startswith(("tilewise", "plain")), overhead=overhead(data.x, work), capture=cell.case != "training-eager", held=built.held,
         )  # fmt: skip
 
     def truth(self, cell: Cell) -> Truth:
