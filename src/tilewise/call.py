@@ -32,8 +32,9 @@ class Options:
             which a call takes memory linear in the lengths (Hopper GPUs), or device ``"memory"``, N² a head with the
             heads in turn (any GPU). Auto: shared where it can be.
         projections: products of q and k with the tables' rows that the forward made are kept for the backward
-            (``"keep"``) or made again (``"recompute"``). Auto: kept where they take no more memory than q, k, v and O.
-            Where no gradient will be asked for, nothing is kept.
+            (``"keep"``) or made again (``"recompute"``). Auto: kept for sequences so short that no tile of
+            scores is beyond the offsets that the maps tell apart, if they take no more memory than q, k, v and O. Where
+            no gradient will be asked for, nothing is kept.
         fp32: how fp32 inputs are multiplied on a GPU: ``"ieee"``, or ``"tf32"``, with 10 bits of mantissa. Auto: as
             ``torch.backends.cuda.matmul.fp32_precision`` says when a pass runs, which PyTorch's own products follow
             too. It is ieee unless somebody changed it.

@@ -28,7 +28,8 @@ def held(g: Geometry, r: int) -> tuple[int, int]:
 @pytest.mark.parametrize(
     ("n_rows", "others", "offset", "lo", "hi"),
     [(700, 700, 0, -64, 64), (900, 500, 0, -17, 3), (300, 1000, 700, -90, 91), (300, 1000, -5, 40, 60),
-     (1000, 1000, 0, -512, 506), (300, 300, 0, -FAR, FAR), (1, 900, 899, -16, 16)],
+     (1000, 1000, 0, -512, 506), (300, 300, 0, -FAR, FAR), (1, 900, 899, -16, 16),
+     (500, 900, 130, -20, 7), (900, 300, -333, -5, 5)],
 )  # fmt: skip
 def test_every_entry_has_its_place(n_rows, others, offset, lo, hi, keyed, tile):
     g = Geometry.make(n_rows, others, offset, lo, hi, tile, keyed)

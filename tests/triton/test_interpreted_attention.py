@@ -11,7 +11,7 @@ HERE = Path(__file__).parent
 SHARDS = (
     ("t5", "everything", "wavlm-window", "offset-intervals"),
     ("shaw-values", "lengths", "widths", "wide"),
-    ("deberta-causal", "explicit-holes", "inkling-fp32"),
+    ("deberta-causal", "explicit-holes", "inkling-fp32", "short", "short-shared"),
     ("txl-packed", "shared-heads-dropout", "pointers", "negative-scale", "zero-scale"),
     ("unneeded", "shares", "kept"),
 )

@@ -7,7 +7,7 @@ row's gradient is then the sum over its columns' residues and its ends (reduce).
 import triton
 import triton.language as tl
 
-from .project import ends, row_of, stored
+from .project import ends, row_of, rows_of_tile, stored
 
 _RUNTIME = [
     "scale", "H", "G", "h0", "heads", "B", "rows", "others", "offset", "ahead", "behind", "shift", "cmin", "span",
@@ -18,24 +18,23 @@ _RUNTIME = [
 @triton.jit(do_not_specialize=_RUNTIME)
 def fold(dz, table, acc, sums, out, ranges, th, tr, origin, step, size, eh, er, end_table, sa, so, left_row, right_row,
          scale, head, stride, H, G, h0, heads, B, rows, others, offset, ahead, behind, shift, cmin, span, batch,
-         D: tl.constexpr, BD: tl.constexpr, WM: tl.constexpr, WN: tl.constexpr, TM: tl.constexpr, CB: tl.constexpr,
-         SIZE: tl.constexpr, RANGED: tl.constexpr, ACC: tl.constexpr, SUMS: tl.constexpr, SCALAR: tl.constexpr,
-         PREC: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
+         D: tl.constexpr, BD: tl.constexpr, WM: tl.constexpr, WN: tl.constexpr, TM: tl.constexpr, PACK: tl.constexpr,
+         CB: tl.constexpr, SIZE: tl.constexpr, RANGED: tl.constexpr, ACC: tl.constexpr, SUMS: tl.constexpr,
+         SCALAR: tl.constexpr, PREC: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
     """out_r = scale · (acc_r + Σ_column dz[r, column] · table[row_of(column)] + Σ_side sums[side, r] · end_table[end]).
 
     The G heads that share a key head are summed, in order. SCALAR: the table's rows are numbers (D = 1).
     """
-    tiles = (rows + 8 * TM - 1) // (8 * TM) * 8
+    TALL: tl.constexpr = 8 * (TM // PACK)
+    tiles = (rows + TALL - 1) // TALL * 8
     pid = tl.program_id(0) % tiles
     n = tl.program_id(0) // tiles
     groups = heads // G
-    b = n // groups
     hg = n % groups
     rho = pid % 8
     cmin = cmin // 16 * 16
-    first = pid // 8 * (8 * TM)
-    t = tl.arange(0, TM)
-    r = first + rho + 8 * t
+    first = pid // 8 * TALL
+    b, r, down = rows_of_tile(n // groups, first, rho, rows, B, TM, PACK)
     d = tl.arange(0, BD)
     cc = tl.arange(0, CB)
     lo, hi = stored(r, ranges, batch, b, rows, others, offset, ahead, behind, shift, WM, WN, SIZE, RANGED)
@@ -48,17 +47,17 @@ def fold(dz, table, acc, sums, out, ranges, th, tr, origin, step, size, eh, er, 
     number = tl.zeros([TM], tl.float32)
     group = h0 // G + hg
     if ACC:
-        initial = (
-            acc + tl.cast(b, tl.int64) * sa[0] + tl.cast(group, tl.int64) * sa[1] + r.to(tl.int64)[:, None] * sa[2]
+        initial = acc + tl.cast(b, tl.int64) * sa[0] + tl.cast(group, tl.int64) * sa[1] + r.to(tl.int64) * sa[2]
+        total = tl.load(initial[:, None] + d[None, :], mask=(r[:, None] < rows) & (d[None, :] < D), other=0.0).to(
+            tl.float32
         )
-        total = tl.load(initial + d[None, :], mask=(r[:, None] < rows) & (d[None, :] < D), other=0.0).to(tl.float32)
     for h in range(group * G, group * G + G):
         zrow = dz + tl.cast(b * heads + h - h0, tl.int64) * head + r.to(tl.int64) * stride
         rows_of_h = table + tl.cast(h, tl.int64) * th
         ends_of_h = end_table + tl.cast(h, tl.int64) * eh
         for block in tl.range(bfrom, bto, num_stages=STAGES):
             row = row_of(block * CB + cc - rho, origin, step, size)
-            place = (first + 8 * t + (cmin + block * CB))[:, None] + cc[None, :]
+            place = (first + down + (cmin + block * CB))[:, None] + cc[None, :]
             inside = (place >= lo[:, None]) & (place < hi[:, None])
             ds = tl.load(zrow[:, None] + place, mask=inside, other=0.0)
             if SCALAR:
@@ -91,43 +90,41 @@ def fold(dz, table, acc, sums, out, ranges, th, tr, origin, step, size, eh, er, 
 @triton.jit(do_not_specialize=_RUNTIME)
 def collect(dz, x, out, ranges, sx, head, stride, H, G, h0, heads, B, rows, others, offset, ahead, behind, shift, cmin,
             length, batch, D: tl.constexpr, BD: tl.constexpr, WM: tl.constexpr, WN: tl.constexpr, TM: tl.constexpr,
-            CB: tl.constexpr, SIZE: tl.constexpr, RANGED: tl.constexpr, SCALAR: tl.constexpr, GATED: tl.constexpr,
-            PREC: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
+            PACK: tl.constexpr, CB: tl.constexpr, SIZE: tl.constexpr, RANGED: tl.constexpr, SCALAR: tl.constexpr,
+            GATED: tl.constexpr, PREC: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
     """out[h, ρ, c] = Σ over batch and rows r ≡ ρ of dz[r, cmin + c − ρ] · x_r (SCALAR: · gate_r, or 1)."""
     block = tl.program_id(0)
     local = tl.program_id(1) // 8
     rho = tl.program_id(1) % 8
     h = h0 + local
-    t = tl.arange(0, TM)
+    TALL: tl.constexpr = 8 * (TM // PACK)
     d = tl.arange(0, BD)
     cc = tl.arange(0, CB)
     total = tl.zeros([CB, BD], tl.float32)
     number = tl.zeros([CB], tl.float32)
     column = cmin // 16 * 16 + block * CB
     # Rows whose entries at these columns lie among the others at all.
-    tiles = (rows + 8 * TM - 1) // (8 * TM)
-    n0 = tl.maximum(shift - column - CB - 8 * TM, 0) // (8 * TM)
-    n1 = tl.minimum(tl.maximum(shift + others + WN - column, 0) // (8 * TM) + 1, tiles)
+    tiles = (rows + TALL - 1) // TALL
+    n0 = tl.maximum(shift - column - CB - TALL, 0) // TALL
+    n1 = tl.minimum(tl.maximum(shift + others + WN - column, 0) // TALL + 1, tiles)
     # One loop over batches and tiles: at short lengths a batch has a single tile, and loads must still run ahead.
     count = tl.maximum(n1 - n0, 1)
-    for turn in tl.range(0, B * count, num_stages=STAGES):
-        b = turn // count
-        first = (n0 + turn % count) * (8 * TM)
-        zhead = dz + tl.cast(b * heads + local, tl.int64) * head
-        xhead = x + tl.cast(b, tl.int64) * sx[0] + tl.cast(h // G, tl.int64) * sx[1]
-        r = first + rho + 8 * t
+    for turn in tl.range(0, (B + PACK - 1) // PACK * count, num_stages=STAGES):
+        first = (n0 + turn % count) * TALL
+        b, r, down = rows_of_tile(turn // count, first, rho, rows, B, TM, PACK)
+        zrow = dz + tl.cast(b * heads + local, tl.int64) * head + r.to(tl.int64) * stride
+        xrow = x + tl.cast(b, tl.int64) * sx[0] + tl.cast(h // G, tl.int64) * sx[1] + r.to(tl.int64) * sx[2]
         lo, hi = stored(r, ranges, batch, b, rows, others, offset, ahead, behind, shift, WM, WN, SIZE, RANGED)
-        place = (first + 8 * t + column)[:, None] + cc[None, :]
+        place = (first + down + column)[:, None] + cc[None, :]
         inside = (place >= lo[:, None]) & (place < hi[:, None])
-        ds = tl.load(zhead + (r.to(tl.int64) * stride)[:, None] + place, mask=inside, other=0.0)
+        ds = tl.load(zrow[:, None] + place, mask=inside, other=0.0)
         if SCALAR:
             value = ds.to(tl.float32)
             if GATED:
-                value *= tl.load(xhead + r.to(tl.int64) * sx[2], mask=r < rows, other=0.0).to(tl.float32)[:, None]
+                value *= tl.load(xrow, mask=r < rows, other=0.0).to(tl.float32)[:, None]
             number += tl.sum(value, 0)
         else:
-            right_at = xhead + r.to(tl.int64)[:, None] * sx[2] + d[None, :]
-            right = tl.load(right_at, mask=(r[:, None] < rows) & (d[None, :] < D), other=0.0)
+            right = tl.load(xrow[:, None] + d[None, :], mask=(r[:, None] < rows) & (d[None, :] < D), other=0.0)
             total = tl.dot(tl.trans(ds), right, total, input_precision=PREC)
     at = tl.cast(local * 8 + rho, tl.int64) * length + block * CB + cc
     if SCALAR:

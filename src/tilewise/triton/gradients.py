@@ -96,7 +96,7 @@ class _Backward:
         self.by_head = {n: new(H, *grad.shape[1:]) for n, grad in self.table.items() if grad.shape[0] == 1}
 
         tile = (BLOCK, BLOCK)
-        buffers = len(L.projected) + len(L.values)
+        buffers = len(L.projected) + len(L.values) - (self.in_place() is not None)
         buffers += bool(self.by_query) + bool(self.by_key) + bool(self.by_value)
         head = max(L.geometry(False, tile).head, L.geometry(True, tile).head)
         heads = L.heads_at_once(buffers * B * head * L.bytes)
@@ -105,6 +105,15 @@ class _Backward:
             self._share(h0, share)
         for n, grads in self.by_head.items():
             self.table[n].copy_(grads.sum(0, keepdim=True))
+
+    def in_place(self) -> int | None:
+        """The port whose projection becomes dS by query: each tile of it is last read where that of dS is written.
+
+        None where the projection is read again: kept ones belong to the caller, P is made after both passes.
+        """
+        if not self.by_query or self.by_value or self.L.keeping is not None:
+            return None
+        return next((n for n in self.L.projected if self.L.ports[n].kind == "query"), None)
 
     def _share(self, h0: int, heads: int):
         """Every step for query heads h0 … h0 + heads − 1 of all batches."""
@@ -116,7 +125,12 @@ class _Backward:
         for n in L.values:
             values[n] = L.buffer(L.geometry(False, (BLOCK, BLOCK)), heads, L.dtype)
             L.project(n, self.g, 1, values[n], 1.0, h0, heads, (BLOCK, BLOCK), self.shape)
-        dz_q = L.buffer(L.geometry(False, (BLOCK, BLOCK)), heads, L.dtype) if self.by_query else None
+        dz_q, port = None, self.in_place()
+        if port is not None:
+            # The pass over keys, which comes first, has read all of it by then.
+            dz_q = Buffer(made[port].memory.view(L.dtype), made[port].geometry, made[port].n)
+        elif self.by_query:
+            dz_q = L.buffer(L.geometry(False, (BLOCK, BLOCK)), heads, L.dtype)
         dz_k = L.buffer(L.geometry(True, (BLOCK, BLOCK)), heads, L.dtype) if self.by_key else None
         if self.need_k or self.need_v or dz_k or self.parts_k or self.by_value:
             self._key_pass(made, values, dz_k, h0, heads)
@@ -136,6 +150,10 @@ class _Backward:
         P = None
         if self.by_value:
             P = store_probabilities(L, made, self.lse, self.tiles_q, h0, heads, self.tma)
+        if h0 + heads == L.H:
+            # What only the passes read makes room for the tables' gradients.
+            self.qx = self.kx = self.vx = self.dq32 = self.dk32 = None
+        del made, values
         sources = {"scalar": dz_q, "query": dz_q, "key": dz_k, "value": P}
         for n in self.table:
             self._table(n, sources[L.ports[n].kind], h0, heads)
@@ -231,7 +249,7 @@ class _Backward:
         x = {"scalar": L.lefts[n], "query": L.lefts[n], "key": L.k, "value": self.g}[port.kind]
         group = L.G if port.kind == "key" else 1
         width = 1 if scalar else grad.shape[2]
-        TM, CB, warps, stages = fitted(self.fold_shape, g.rows)
+        TM, CB, warps, stages, pack = fitted(self.fold_shape, g.rows, L.B)
         length = -(-(g.last - g.first + 8) // CB) * CB
         partial = torch.empty(heads, 8, length, width, dtype=torch.float32, device=L.device)
         offset, ahead, behind = L.band_args(g)
@@ -239,8 +257,8 @@ class _Backward:
             collect, (length // CB, heads * 8), dz.memory, L.anchor if x is None else x.x, partial, L.ranges(g.keyed),
             (0, 0, 0) if x is None else x.strides, g.head, g.stride, L.H, group, h0, heads, L.B, g.rows, g.others,
             offset, ahead, behind, g.shift, g.first, length, L.mask.batch, D=width, BD=padded(width), WM=BLOCK,
-            WN=BLOCK, TM=TM, CB=CB, SIZE=BLOCK, RANGED=L.mask.ranged, SCALAR=scalar, GATED=scalar and x is not None,
-            PREC=L.precision, STAGES=stages, num_warps=warps,
+            WN=BLOCK, TM=TM, PACK=pack, CB=CB, SIZE=BLOCK, RANGED=L.mask.ranged, SCALAR=scalar,
+            GATED=scalar and x is not None, PREC=L.precision, STAGES=stages, num_warps=warps,
         )  # fmt: skip
         order, starts = _by_row(port.rows, g, grad.shape[1], L.device)
         left, right = L.ends[n] if L.sides else (-1, -1)

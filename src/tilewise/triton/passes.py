@@ -143,18 +143,18 @@ def fold_rows(L, n, buffer, acc, sums, out, scale, h0, heads, group, shape) -> N
     """out = scale · (acc + buffer · table of port n + sums · its end rows), by rows of the buffer's geometry."""
     g, at, table = buffer.geometry, L.lookup(n, buffer.geometry), L.tables[n]
     scalar = table.dim() == 2
-    TM, CB, warps, stages = fitted(shape, g.rows)
+    TM, CB, warps, stages, pack = fitted(shape, g.rows, L.B)
     offset, ahead, behind = L.band_args(g)
     width = at.table.shape[2]
     left, right = L.ends[n]
     launch(
-        fold, (8 * cdiv(g.rows, 8 * TM) * L.B * (heads // group),), buffer.memory, at.table,
+        fold, (8 * cdiv(g.rows, 8 * TM // pack) * cdiv(L.B, pack) * (heads // group),), buffer.memory, at.table,
         out if acc is None else acc, L.anchor if sums is None else sums, out, L.ranges(g.keyed), *at.args,
         L.head_stride(n), table.stride(1), table, (0, 0, 0) if acc is None else acc.stride()[:3], out.stride()[:3],
         left, right, scale, g.head, g.stride, L.H, group, h0, heads, L.B, g.rows, g.others, offset, ahead, behind,
-        g.shift, g.first, g.span, L.mask.batch, D=width, BD=padded(width), WM=BLOCK, WN=BLOCK, TM=TM, CB=CB, SIZE=BLOCK,
-        RANGED=L.mask.ranged, ACC=acc is not None, SUMS=sums is not None, SCALAR=scalar, PREC=L.precision,
-        STAGES=stages, num_warps=warps,
+        g.shift, g.first, g.span, L.mask.batch, D=width, BD=padded(width), WM=BLOCK, WN=BLOCK, TM=TM, PACK=pack,
+        CB=CB, SIZE=BLOCK, RANGED=L.mask.ranged, ACC=acc is not None, SUMS=sums is not None, SCALAR=scalar,
+        PREC=L.precision, STAGES=stages, num_warps=warps,
     )  # fmt: skip
 
 

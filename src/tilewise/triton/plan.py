@@ -60,9 +60,22 @@ def padded(d: int) -> int:
     return max(16, next_power_of_2(d))
 
 
-def fitted(shape: tuple[int, ...], rows: int) -> tuple[int, ...]:
-    """The shape with no more rows a residue (mod 8) than there are."""
-    return (min(shape[0], max(16, next_power_of_2(cdiv(rows, 8)))), *shape[1:])
+def fitted(shape: tuple[int, ...], rows: int, batch: int) -> tuple[int, ...]:
+    """(rows, columns, warps, stages, sequences) of a tile: rows of one residue (mod 8), of several sequences if short.
+
+    A sequence with fewer rows than the tile shares it with others of the batch; where there are not enough of them, the
+    tile is lower.
+    """
+    rows = min(shape[0], max(16, next_power_of_2(cdiv(rows, 8))))
+    pack = shape[0] // rows
+    return (shape[0], *shape[1:], pack) if batch >= pack else (rows, *shape[1:], 1)
+
+
+def saturated(Tq: int, Tk: int, offset: int, lo: int, hi: int) -> bool:
+    """Whether some BLOCK × BLOCK tile has only offsets ≥ hi, or only offsets ≤ lo."""
+    last = (Tq - 1) // BLOCK * BLOCK
+    left = last + offset - hi + 1 >= BLOCK
+    return left or cdiv(max(BLOCK - 1 + offset - lo, 0), BLOCK) < cdiv(Tk, BLOCK)
 
 
 class Facts:
@@ -82,7 +95,9 @@ class Facts:
         self.c = call.scale * LOG2E
         self.ports = list(call.ports)
         ends = saturation([p.rows for p in self.ports]) if self.ports else None
-        self.sides = ends is not None
+        self.bounded = ends is not None
+        # Where no tile is saturated, nothing of what prepares for such tiles is done.
+        self.sides = self.bounded and saturated(self.Tq, self.Tk, call.offset, *ends)
         self.lo, self.hi = ends if self.sides else (-FAR, FAR)
         self.score = [n for n, p in enumerate(self.ports) if p.kind != "value"]
         self.values = [n for n, p in enumerate(self.ports) if p.kind == "value"]
@@ -96,7 +111,7 @@ class Facts:
             return "plain"
         if self.values:
             return "value"
-        if not self.sides:
+        if not self.bounded:
             return "identity"
         return next(kind for kind in ("key", "query", "scalar") if any(p.kind == kind for p in self.ports))
 
@@ -133,10 +148,11 @@ class Facts:
         """Elements of all projections as the forward makes them, where the call's options keep them; else 0."""
         block = self.block_of(self.forward_tiles())
         count = sum(self.B * self.H * self.projection(n, block).head for n in self.projected)
-        if self.call.options.projections == "auto":
-            beside = self.B * (self.H * self.Tq + self.Hk * self.Tk) * (self.d + self.dv) * self.bytes
-            return count if count * self.zdtype.itemsize <= beside else 0
-        return count if self.call.options.projections == "keep" else 0
+        if self.call.options.projections != "auto":
+            return count if self.call.options.projections == "keep" else 0
+        # Where tiles are saturated, sequences are long, and a projection is a small part of the time.
+        beside = self.B * (self.H * self.Tq + self.Hk * self.Tk) * (self.d + self.dv) * self.bytes
+        return 0 if self.sides or count * self.zdtype.itemsize > beside else count
 
 
 class Layout(Facts):
@@ -256,15 +272,15 @@ class Layout(Facts):
     def project(self, n: int, x: Source, group: int, buffer: Buffer, scale: float, h0: int, heads: int, tile, shape):
         """Port n's projection of x (rows of one head in `group`) into the buffer, for heads h0 … h0 + heads − 1."""
         g, at = buffer.geometry, self.lookup(n, buffer.geometry)
-        TM, CB, warps, stages = fitted(shape, g.rows)
+        TM, CB, warps, stages, pack = fitted(shape, g.rows, self.B)
         offset, ahead, behind = self.band_args(g)
         width = at.table.shape[2]
         launch(
-            project, (8 * cdiv(g.rows, 8 * TM) * buffer.n,), x.x, at.table, buffer.memory, self.ranges(g.keyed),
-            x.strides, *at.args, scale, g.head, g.stride, self.H, group, h0, heads, g.rows, g.others, offset, ahead,
-            behind, g.shift, g.first, g.span, self.mask.batch, D=width, BD=padded(width), WM=tile[0], WN=tile[1],
-            TM=TM, CB=CB, SIZE=BLOCK, RANGED=self.mask.ranged, PREC=self.precision, STAGES=stages,
-            num_warps=warps,
+            project, (8 * cdiv(g.rows, 8 * TM // pack) * cdiv(self.B, pack) * heads,), x.x, at.table, buffer.memory,
+            self.ranges(g.keyed), x.strides, *at.args, scale, g.head, g.stride, self.H, group, h0, heads, self.B,
+            g.rows, g.others, offset, ahead, behind, g.shift, g.first, g.span, self.mask.batch, D=width,
+            BD=padded(width), WM=tile[0], WN=tile[1], TM=TM, PACK=pack, CB=CB, SIZE=BLOCK, RANGED=self.mask.ranged,
+            PREC=self.precision, STAGES=stages, num_warps=warps,
         )  # fmt: skip
 
     def slab(self, n: int, block: tuple[int, int]) -> Slab:

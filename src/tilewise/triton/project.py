@@ -48,6 +48,26 @@ def stored(r, ranges, batch, b, rows, others, offset, ahead, behind, shift, WM: 
 
 
 @triton.jit
+def rows_of_tile(group, first, rho, rows, B, TM: tl.constexpr, PACK: tl.constexpr):
+    """(sequences, rows from `first` on ≡ rho mod 8, their distances) of the entries of a tile of PACK sequences.
+
+    Entries beyond the batch have the row `rows`, where nothing is. One sequence is a number, several are a vector.
+    """
+    t = tl.arange(0, TM)
+    if PACK == 1:
+        b = group
+        ahead = 8 * t
+        r = first + rho + ahead
+    else:
+        PER: tl.constexpr = TM // PACK
+        b = group * PACK + t // PER
+        ahead = 8 * (t % PER)
+        r = tl.where(b < B, first + rho + ahead, rows)
+        b = tl.minimum(b, B - 1)
+    return b, r, ahead
+
+
+@triton.jit
 def row_of(column, origin, step, size):
     """The table row of a column (counted from cmin): affine, cut to the table."""
     return tl.minimum(tl.maximum(origin + step * column, 0), size - 1)
@@ -67,26 +87,24 @@ def expand(table, rows_of, out, th, tr, columns, D: tl.constexpr, BD: tl.constex
 
 
 @triton.jit(do_not_specialize=_RUNTIME)
-def project(x, table, z, ranges, sx, th, tr, origin, step, size, scale, head, stride, H, G, h0, heads, rows, others,
+def project(x, table, z, ranges, sx, th, tr, origin, step, size, scale, head, stride, H, G, h0, heads, B, rows, others,
             offset, ahead, behind, shift, cmin, span, batch, D: tl.constexpr, BD: tl.constexpr, WM: tl.constexpr,
-            WN: tl.constexpr, TM: tl.constexpr, CB: tl.constexpr, SIZE: tl.constexpr, RANGED: tl.constexpr,
-            PREC: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
-    """z[r, column] = scale · x_r · table[row_of(column)], skewed: program (tile, residue), batch·heads."""
-    tiles = (rows + 8 * TM - 1) // (8 * TM) * 8
+            WN: tl.constexpr, TM: tl.constexpr, PACK: tl.constexpr, CB: tl.constexpr, SIZE: tl.constexpr,
+            RANGED: tl.constexpr, PREC: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
+    """z[r, column] = scale · x_r · table[row_of(column)], skewed: program (tile, residue), sequences·heads."""
+    TALL: tl.constexpr = 8 * (TM // PACK)
+    tiles = (rows + TALL - 1) // TALL * 8
     pid = tl.program_id(0) % tiles
     n = tl.program_id(0) // tiles
-    b = n // heads
     h = h0 + n % heads
     rho = pid % 8
     cmin = cmin // 16 * 16
-    first = pid // 8 * (8 * TM)
-    t = tl.arange(0, TM)
-    r = first + rho + 8 * t
+    first = pid // 8 * TALL
+    b, r, down = rows_of_tile(n // heads, first, rho, rows, B, TM, PACK)
     d = tl.arange(0, BD)
     cc = tl.arange(0, CB)
-    at = x + tl.cast(b, tl.int64) * sx[0] + tl.cast(h // G, tl.int64) * sx[1]
-    at = at + r.to(tl.int64)[:, None] * sx[2] + d[None, :]
-    left = tl.load(at, mask=(r[:, None] < rows) & (d[None, :] < D), other=0.0)
+    at = x + tl.cast(b, tl.int64) * sx[0] + tl.cast(h // G, tl.int64) * sx[1] + r.to(tl.int64) * sx[2]
+    left = tl.load(at[:, None] + d[None, :], mask=(r[:, None] < rows) & (d[None, :] < D), other=0.0)
     lo, hi = stored(r, ranges, batch, b, rows, others, offset, ahead, behind, shift, WM, WN, SIZE, RANGED)
     some = hi > lo
     cfrom = tl.min(tl.where(some, lo - r, 2**30), 0)
@@ -94,7 +112,7 @@ def project(x, table, z, ranges, sx, th, tr, origin, step, size, scale, head, st
     # Columns start at base − ρ, base a multiple of CB from cmin on.
     bfrom = tl.maximum(cfrom - cmin + rho, 0) // CB
     bto = tl.minimum((tl.maximum(cto - cmin + rho, 0) + CB - 1) // CB, span // CB)
-    zrow = z + tl.cast(n, tl.int64) * head + r.to(tl.int64) * stride
+    zrow = z + tl.cast(b * heads + h - h0, tl.int64) * head + r.to(tl.int64) * stride
     table = table + tl.cast(h, tl.int64) * th
     for block in tl.range(bfrom, bto, num_stages=STAGES):
         row = row_of(block * CB + cc - rho, origin, step, size)
@@ -102,8 +120,8 @@ def project(x, table, z, ranges, sx, th, tr, origin, step, size, scale, head, st
         value = tl.dot(left, right, input_precision=PREC) * scale
         if z.dtype.element_ty == tl.float16:
             value = tl.clamp(value, -65504.0, 65504.0)
-        place = (first + 8 * t + (cmin + block * CB))[:, None] + cc[None, :]
-        # `first`, 8·t and cmin are multiples of 8; lo and hi of 16: whole chunks are stored or not.
+        place = (first + down + (cmin + block * CB))[:, None] + cc[None, :]
+        # `first`, `down` and cmin are multiples of 8; lo and hi of 16: whole chunks are stored or not.
         inside = (place >= lo[:, None]) & (place < hi[:, None])
         tl.store(zrow[:, None] + place, value.to(z.dtype.element_ty), mask=inside)
 

@@ -170,26 +170,32 @@ class Geometry:
 
     @classmethod
     def make(cls, rows: int, others: int, offset: int, lo: int, hi: int, tile: tuple[int, int], keyed: bool):
-        """Sheared rows of the band's width, or whole rows where those are no longer."""
+        """Rows as far apart as a block's window is wide, or whole rows where those are no longer."""
         whole = -(-others // 128) * 128
-        # A block's tiles reach this much beyond the band, seen from its first or last row.
-        pad = tile[0] + tile[1] - 2
         ahead, behind = (-lo, hi) if keyed else (hi, -lo)
         # The sign of the offset in `top` differs between the two sides: i + offset − j seen from a row i or a row j.
         signed = -offset if keyed else offset
-        shift = -(-(ahead + pad - signed) // 16) * 16
-        width = shift + signed + behind + pad
-        stride = -(-width // 128) * 128
-        if ahead + behind + 2 * pad >= whole or stride >= whole:
+        blocks = range(0, max(tile), tile[0])
+        windows = [_window(first, tile, signed, ahead, behind) for first in blocks]
+        # Windows move right with their rows, so two rows at this distance never share a place.
+        stride = -(-max(e - a for a, e in windows) // 64) * 64
+        shift = -max(windows[0][0], 0)
+        if stride >= whole:
             shift, stride = 0, whole
         top = shift + signed
+        # A block's tiles reach this much beyond the band, seen from its first or last row.
+        pad = tile[0] + tile[1] - 2
         first, last = max(-rows - 8, top - ahead - pad), min(shift + whole, top + behind + pad)
         return cls(rows, others, offset, lo, hi, tile, keyed, stride, shift, top, first // 16 * 16, last)
 
     @property
     def head(self) -> int:
-        """Elements of one head's buffer: rows stride + 1 apart when sheared, so the last one ends inside it."""
-        return self.rows * (self.stride + 1) // 128 * 128 + 256
+        """Elements of one head's buffer: up to the end of the last row's window."""
+        ahead, behind = (-self.lo, self.hi) if self.keyed else (self.hi, -self.lo)
+        first = (self.rows - 1) // self.tile[0] * self.tile[0]
+        _, end = _window(first, self.tile, self.top - self.shift, ahead, behind)
+        end = max(min(end, -(-self.others // self.tile[1]) * self.tile[1]) + self.shift, 0)
+        return ((self.rows - 1) * self.stride + end + 127) // 128 * 128
 
     @property
     def width(self) -> int:
@@ -207,6 +213,12 @@ class Geometry:
         Tq, Tk = (self.others, self.rows) if self.keyed else (self.rows, self.others)
         delta = column - self.top if self.keyed else self.top - column
         return delta.clamp(self.offset + 1 - Tk, Tq - 1 + self.offset)
+
+
+def _window(first: int, tile: tuple[int, int], signed: int, ahead: int, behind: int) -> tuple[int, int]:
+    """[from, to) of the others that the block of rows from `first` on may meet unsaturated, in whole blocks."""
+    WM, WN = tile
+    return (first + signed - ahead + 1) // WN * WN, -(-(first + WM - 1 + signed + behind) // WN) * WN
 
 
 def saturation(maps: list[RowMap]) -> tuple[int, int] | None:

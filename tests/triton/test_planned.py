@@ -1,0 +1,60 @@
+"""Peak memory and launches of the published mechanisms at 12 heads × 64 and 16,384 tokens, as the host plans them."""
+
+import pytest
+import torch
+from planned import Allocations, passes
+from relative_checks import call_of
+
+from tilewise import Options
+from tilewise.testing import Sizes
+
+
+def planned(case, N, **options):
+    sizes = Sizes(16384 // N, 12, 12, N, N, 64, 64, None, published=True)
+    return passes(call_of(case, sizes, "none", torch.float16, "meta", options=Options(**options)))
+
+
+def test_what_is_counted():
+    with Allocations() as memory:
+        x = torch.empty(2**20, device="meta")
+        y = x[:100]
+        del x
+        assert memory.peak == 4 * 2**20
+        z = torch.empty(2**20, device="meta")
+        assert memory.peak == 8 * 2**20
+        del y, z
+        torch.empty(2**20, device="meta")
+    assert memory.peak == 8 * 2**20
+
+
+@pytest.mark.parametrize(
+    ("case", "forward", "backward"), [("t5", 2, 160), ("wav2vec2_bert", 75, 200), ("deberta", 950, 850)]
+)
+def test_peak_memory_at_8192(case, forward, backward):
+    found = planned(case, 8192)
+    assert found["forward"][0] <= forward
+    assert found["backward"][0] <= backward
+
+
+def test_short_sequences_prepare_nothing_for_saturated_tiles():
+    def names(N, **options):
+        return {name: [k for k, _, _ in started] for name, (_, started) in planned("deberta", N, **options).items()}
+
+    assert names(128)["forward"] == ["expand", "project", "expand", "project", "attend"]
+    # Kept projections are not made again, and no end row has a launch of its own.
+    assert [k for k in names(128)["backward"] if k != "expand"] == [
+        "prepare", "grad_key", "grad_query", "fold", "fold", "collect", "reduce", "collect", "reduce",
+    ]  # fmt: skip
+    assert names(128, projections="recompute")["backward"].count("project") == 2
+    assert names(2048)["forward"].count("prepare") == 1
+
+
+def test_short_sequences_share_the_tiles_of_residue_rows():
+    for N, pack in ((128, 4), (256, 2), (512, 1), (2048, 1)):
+        for _, started in planned("wav2vec2_bert", N, projections="recompute").values():
+            for kernel, grid, meta in started:
+                if kernel in ("project", "fold", "collect"):
+                    assert (meta["TM"], meta["PACK"]) == (64, pack)
+                if kernel in ("project", "fold"):
+                    # 8 residues of 64 rows a tile.
+                    assert grid == (12 * 16384 // 64,)
