@@ -286,13 +286,13 @@ def test_maps_and_masks_ignore_the_default_device():
 
 def test_importing_tilewise_needs_torch_alone():
     code = (
-        "import sys\n"
+        "import sys, torch\n"
         "class Block:\n"
         "    def find_spec(self, name, path=None, target=None):\n"
         "        if name.split('.')[0] in ('triton', 'transformers', 'rich', 'typer', 'matplotlib'):\n"
         "            raise ImportError(name)\n"
         "sys.meta_path.insert(0, Block())\n"
-        "import torch, tilewise\n"
+        "import tilewise\n"
         "q = torch.randn(1, 2, 5, 4)\n"
         "print(tuple(tilewise.attention(q, q, q, terms=tilewise.T5(torch.zeros(32, 2))).shape))"
     )
