@@ -1,6 +1,7 @@
-"""Carried attention on a GPU: tests, how much traffic of packed tiles hides, tiles, and blocks of four layers.
+"""Carried attention on a GPU: tests, how much traffic of packed tiles hides, blocks of four layers, and decoding.
 
-    python benchmarks/carried_kernels.py --out DIR tests overlap sweep blocks
+    python benchmarks/carried_kernels.py --out DIR tests --select smoke
+    python benchmarks/carried_kernels.py --out DIR overlap blocks decoding --table DIR/tiles.json
 
 Each stage writes DIR/carried_<stage>.json with all samples. 20 query heads on 4 key heads, d = 128, bf16, one sequence.
 Times are CUDA events around work that was enqueued behind a sleeping kernel, so that they hold no host time; the L2
@@ -10,8 +11,14 @@ cache is overwritten before every run; variants take turns in every round.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import json
+import multiprocessing
+import os
+import subprocess
+import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable
@@ -32,29 +39,20 @@ from carried_blocks import (
     config_of,
     plain_block,
     tensors,
-    tiles_of,
     with_cudnn,
 )
+from torch.nn.functional import scaled_dot_product_attention
 
-from tilewise.carried import TileLayout
+from tilewise.carried import CarriedConfig, TileLayout, carried_decode
 from tilewise.carried.config import Options
 from tilewise.carried.triton import launch as kernels
 from tilewise.carried.triton import settings
 from tilewise.carried.triton.settings import Shape
-from tilewise.triton.launch import launcher
 
 ROOT = Path(__file__).resolve().parent.parent
+TESTS = ROOT / "tests/carried/test_kernels_gpu.py"
 START = time.time()
 SHAPES = {"4096": (4096, None), "8192": (8192, None), "8192, window 1024": (8192, 1024)}
-FORWARD = (Shape(128, 64, 8, 3), Shape(128, 128, 8, 2), Shape(64, 64, 4, 2), Shape(64, 128, 4, 2))
-BACKWARD = (Shape(128, 64, 8, 2), Shape(64, 64, 8, 2), Shape(128, 64, 8, 1), Shape(64, 64, 4, 2))
-SUMMED = (Shape(64, 64, 8, 2), Shape(128, 64, 8, 1), Shape(64, 64, 8, 1), Shape(64, 64, 4, 2))
-PRODUCT = (Shape(128, 64, 8, 3), Shape(128, 128, 8, 3), Shape(64, 128, 4, 3), Shape(128, 64, 4, 3))
-AGAIN = (Shape(64, 64, 4, 2), Shape(128, 64, 8, 2), Shape(64, 128, 4, 1), Shape(128, 128, 8, 1))
-SWEEP = [
-    tuple(zip(("forward", "backward", "backward, summed", "product", "again"), shapes, strict=True))
-    for shapes in zip(FORWARD, BACKWARD, SUMMED, PRODUCT, AGAIN, strict=True)
-]
 
 
 def say(*words) -> None:
@@ -142,57 +140,6 @@ def overlap(args) -> list[dict]:
     return records
 
 
-def sweep(args) -> list[dict]:
-    """Every kernel of a block with each column of the tables above, timed one by one within forward and backward."""
-    records, clock = [], Clock()
-    for T in (8192,):
-        q, k, v, G = tensors(T, "cuda")
-        for plan in ("none", "mixed"):
-            layout = TileLayout(config_of(plan), T, T, device="cuda")
-            for n, tiles in enumerate(SWEEP[: args.columns]):
-                job = Job(plan, tiles=tiles)
-                found: list[list] = []
-                failed: dict[str, str] = {}
-
-                def timed(kernel, grid, *a, found=found, failed=failed, **meta):
-                    marks = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
-                    marks[0].record()
-                    try:
-                        kernel[grid](*a, **meta)
-                    except triton.runtime.errors.OutOfResources as error:
-                        failed[f"{kernel.fn.__name__} {len(found)}"] = str(error)[:200]
-                    marks[1].record()
-                    shape = [meta.get(x) for x in ("BM", "BN", "num_warps", "STAGES")]
-                    found.append([kernel.fn.__name__, meta.get("COUNT"), shape, marks])
-
-                launcher.append(timed)
-                try:
-                    with tiles_of(job):
-                        step = both_ways(carried_block(config_of(plan), q, k, v, layout), [*q, *k, *v], G)
-                        passes = []
-                        for _ in range(args.rounds + 1):
-                            found.clear()
-                            clock(step, sleep_ms=args.sleep)
-                            passes.append([a.elapsed_time(b) for *_, (a, b) in found])
-                finally:
-                    launcher.pop()
-                times = [list(x) for x in zip(*passes[1:], strict=True)]
-                rows = [
-                    {"launch": i, "kernel": name, "layers": layers, "shape": shape, "ms": median(t), "samples": t}
-                    for i, ((name, layers, shape, _), t) in enumerate(zip(found, times, strict=True))
-                ]
-                records.append({"tokens": T, "plan": plan, "column": n, "failed": failed, "kernels": rows})
-                say(f"sweep {T} {plan} {n}:", failed or "", " ".join(
-                    f"{r['kernel'].split('_')[0]}{r['shape'][:3]}={r['ms']:.3f}"
-                    for r in rows if not r["kernel"].startswith("row")
-                ))  # fmt: skip
-                if time.time() - START > args.until:
-                    say("time is up")
-                    return records
-        release()
-    return records
-
-
 def blocks(args) -> list[dict]:
     """Forward and backward of four layers: every plan, layers without a carry, and PyTorch's kernels."""
     records, clock = [], Clock()
@@ -254,55 +201,106 @@ def blocks(args) -> list[dict]:
     return records
 
 
-def tests(args) -> list[dict]:
-    """The tests on the GPU, chosen by `--select`."""
+def decoding(args) -> list[dict]:
+    """A step of four layers, microseconds a layer: with a carried row of scores, without, and PyTorch's attention."""
+    records, clock = [], Clock()
+    for B, T in ((1, 8192), (1, 32768), (16, 8192)):
+        new = lambda heads, n, B=B: torch.randn(B, heads, n, D, device="cuda", dtype=torch.bfloat16)  # noqa: E731
+        layers = [(new(H, 1), new(HK, T), new(HK, T)) for _ in range(4)]
+        config, alone = CarriedConfig(impl="triton"), CarriedConfig(layers=1, impl="triton")
+
+        def carried(row_dtype, layers=layers, config=config):
+            row = None
+            for i, x in enumerate(layers):
+                _, row = carried_decode(*x, row, i, config, row_dtype=row_dtype)
+
+        def plain(layers=layers, alone=alone):
+            return [carried_decode(*x, None, 0, alone) for x in layers]
+
+        def pytorch(layers=layers):
+            return [scaled_dot_product_attention(*x, enable_gqa=True) for x in layers]
+
+        runs = {"fp32 row": lambda: carried(None), "fp16 row": lambda: carried(torch.float16), "no carry": plain,
+                "PyTorch": pytorch}  # fmt: skip
+        samples = {name: [] for name in runs}
+        with torch.no_grad():
+            for r in range(args.rounds + 1):
+                for name in list(runs)[:: 1 if r % 2 == 0 else -1]:
+                    ms = clock(runs[name], sleep_ms=4.0)
+                    samples[name] += [x * 1e3 / 4 for x in ms] if r else []
+        us = {name: median(x) for name, x in samples.items()}
+        # K and V read once; the floor of a layer.
+        us["floor"] = 2 * B * HK * T * D * 2 / 4.3e12 * 1e6
+        say(f"decoding {B} x {T}, us a layer:", {name: round(x, 1) for name, x in us.items()})
+        records.append({"sequences": B, "tokens": T, "us": us, "samples": samples})
+        release()
+        if time.time() - START > args.until:
+            break
+    return records
+
+
+class _Outcomes:
+    """Writes a line of JSON for every test as it ends, so that a run cut short keeps what it found."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def pytest_runtest_logreport(self, report) -> None:
+        if report.when == "call" or report.outcome != "passed":
+            why = str(report.longrepr)[-1500:] if report.failed else ""
+            row = {"test": report.nodeid.split("::")[-1], "when": report.when, "outcome": report.outcome,
+                   "seconds": report.duration, "why": why}  # fmt: skip
+            with self.path.open("a") as file:
+                file.write(json.dumps(row) + "\n")
+
+
+def _tests(names: list[str], path: Path) -> None:
     import pytest
 
-    class Outcomes:
-        def __init__(self):
-            self.rows = []
-
-        def pytest_runtest_logreport(self, report):
-            if report.when == "call" or report.outcome != "passed":
-                why = str(report.longrepr)[-600:] if report.failed else ""
-                self.rows.append({"test": report.nodeid.split("::")[-1], "when": report.when,
-                                  "outcome": report.outcome, "seconds": report.duration, "why": why})  # fmt: skip
-
-    outcomes = Outcomes()
-    chosen = ["-k", args.select] if args.select else []
-    options = ["-q", "--tb=short", "-p", "no:cacheprovider", "--no-header", f"--maxfail={args.maxfail}"]
-    pytest.main([str(ROOT / "tests/carried/test_kernels_gpu.py"), *options, *chosen], plugins=[outcomes])
-    say("tests:", sum(r["outcome"] == "passed" for r in outcomes.rows), "of", len(outcomes.rows), "passed")
-    release()
-    return outcomes.rows
+    with (path.with_suffix(".log")).open("w") as log, contextlib.redirect_stdout(log):
+        pytest.main([*names, "-q", "--tb=short", "-p", "no:cacheprovider", "--no-header"], plugins=[_Outcomes(path)])
 
 
-STAGES = {"tests": tests, "overlap": overlap, "sweep": sweep, "blocks": blocks}
+def _collected(select: str) -> list[str]:
+    command = [sys.executable, "-m", "pytest", str(TESTS), "--collect-only", "-q", "-p", "no:cacheprovider"]
+    done = subprocess.run([*command, *(["-k", select] if select else [])], capture_output=True, text=True, cwd=ROOT)
+    return [line for line in done.stdout.splitlines() if "::" in line]
+
+
+def tests(args) -> list[dict]:
+    """The tests on the GPU, chosen by `--select`, dealt to processes so that kernels compile side by side."""
+    names = _collected(args.select)
+    count = min(args.processes or max(1, (os.cpu_count() or 2) - 2), 12, len(names))
+    folder = Path(tempfile.mkdtemp())
+    os.chdir(ROOT)
+    spawn = multiprocessing.get_context("spawn")
+    processes = [spawn.Process(target=_tests, args=(names[n::count], folder / f"{n}.json")) for n in range(count)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(max(1.0, args.until - (time.time() - START)))
+    late = [process for process in processes if process.is_alive()]
+    for process in late:
+        process.kill()
+        process.join()
+    rows = [json.loads(line) for n in range(count) for line in _lines(folder / f"{n}.json")]
+    failed = [r for r in rows if r["outcome"] == "failed"]
+    for r in failed[:8]:
+        say("failed:", r["test"], r["why"][-500:])
+    passed = sum(r["outcome"] == "passed" for r in rows)
+    say(f"tests: {passed} of {len(names)} passed, {len(failed)} failed, {len(names) - len(rows)} not run")
+    return rows
+
+
+def _lines(path: Path) -> list[str]:
+    return path.read_text().splitlines() if path.exists() else []
+
+
+STAGES = {"tests": tests, "overlap": overlap, "blocks": blocks, "decoding": decoding}
 
 
 def jobs_of(args) -> list[Job]:
-    plans = [p for p in ("none", *CARRIED) if p not in args.without]
-    jobs = [Job(plan) for plan in plans] if {"blocks", "tests"} & set(args.stages) else []
-    if "sweep" in args.stages:
-        jobs += [Job(plan, tiles=tiles) for tiles in SWEEP[: args.columns] for plan in ("mixed", "none")]
-    return jobs
-
-
-def best(records: list[dict]) -> dict[str, Shape]:
-    """For each kernel the tiles whose launches took least in sum."""
-    kinds = {"attend": "forward", "keys_gradient": "backward", "queries_from_e": "product", "queries_again": "again"}
-    sums: dict[str, dict[int, float]] = {kind: {} for kind in settings.WIDE}
-    for record in records:
-        if record["failed"]:
-            continue
-        for row in record["kernels"]:
-            kind = kinds.get(row["kernel"])
-            if kind == "backward" and row["layers"] > 1:
-                kind = "backward, summed"
-            if kind:
-                column = sums[kind]
-                column[record["column"]] = column.get(record["column"], 0.0) + row["ms"]
-    return {kind: dict(SWEEP[min(column, key=column.get)])[kind] for kind, column in sums.items() if column}
+    return [Job(plan) for plan in ("none", *CARRIED) if plan not in args.without] if "blocks" in args.stages else []
 
 
 def shape_of(text: str) -> tuple[str, Shape]:
@@ -320,13 +318,14 @@ def main() -> None:
     parser.add_argument("--until", type=float, default=1e9, help="seconds after which no further measurement begins")
     parser.add_argument("--without", nargs="*", default=[], help="variants to leave out")
     parser.add_argument("--tiles", nargs="*", default=[], type=shape_of, help="such as backward=128,64,8,2")
-    parser.add_argument("--columns", type=int, default=len(SWEEP), help="of the tables of tiles, for sweep")
+    parser.add_argument("--table", type=Path, help="tiles.json as carried_tiles.py writes it")
     parser.add_argument("--shapes", nargs="*", default=list(SHAPES), choices=SHAPES, help="of blocks")
     parser.add_argument("--select", default="", help="tests to run, as pytest's -k")
-    parser.add_argument("--maxfail", type=int, default=8)
     parser.add_argument("--processes", type=int)
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
+    if args.table:
+        settings.use(json.loads(args.table.read_text()))
     settings.WIDE.update(args.tiles)
     compiler = Compiler(args.processes)
     prepare(compiler, jobs_of(args))
@@ -342,13 +341,6 @@ def main() -> None:
         (args.out / f"carried_{stage}.json").write_text(
             json.dumps({"environment": environment(), "records": records}, indent=1)
         )
-        if stage == "sweep" and records:
-            picked = best(records)
-            say("tiles:", " ".join(f"'{kind}={','.join(map(str, shape))}'" for kind, shape in picked.items()))
-            settings.WIDE.update(picked)
-            if "blocks" in args.stages:
-                plans = [p for p in ("none", *CARRIED) if p not in args.without]
-                prepare(compiler, [Job(plan, tiles=tuple(picked.items())) for plan in plans])
 
 
 def prepare(compiler: Compiler, jobs: list[Job]) -> None:

@@ -25,6 +25,8 @@ import torch
 import triton
 from carried_blocks import NoGPU, carried_block, config_of, tensors
 from carried_kernels import Clock, both_ways, environment, release, say
+from triton.compiler.errors import CompilationError
+from triton.runtime import errors
 
 from tilewise.carried import TileLayout
 from tilewise.carried.triton import launch as kernels
@@ -173,7 +175,7 @@ class Timer:
             marks[0].record()
             try:
                 kernel[grid](*args, **meta)
-            except triton.runtime.errors.OutOfResources as error:
+            except (errors.OutOfResources, errors.PTXASError, CompilationError) as error:
                 failed[str(kind_of(name, meta))] = str(error)[:200]
             marks[1].record()
             found.append((kind_of(name, meta) or name, marks))

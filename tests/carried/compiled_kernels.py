@@ -17,6 +17,7 @@ from triton.backends.compiler import GPUTarget
 
 from tilewise.carried import TileLayout
 from tilewise.carried.config import Options
+from tilewise.carried.triton import decode
 from tilewise.carried.triton import launch as kernels
 from tilewise.triton.launch import launcher
 
@@ -78,7 +79,8 @@ def layer(name, config, *, T=4096, H=20, Hk=4, d=128, count=1, z_in=False, z_out
     tiles = layout.layers[0]
     buffer = lambda dtype: torch.empty(1, H, layout.slots, config.tile, config.tile, dtype=dtype, device="meta")  # noqa: E731
     centre = [torch.empty(1, Hk, d, device="meta") for _ in range(count)] if z_in or z_out or own else []
-    options = Options(d**-0.5, 1, 0.0, 0.0, config.tile, True, layout.back, [z_out] * count, torch.float16)
+    options = Options(d**-0.5, 1, 0.0, 0.0, config.tile, True, layout.back, [z_out] * count, torch.float16,
+                      layout.plain)  # fmt: skip
     O = torch.empty_like(q[0])
     lse = torch.empty(1, H, T, device="meta")
     bounds = ([tiles.lo], [tiles.hi], tiles.rows)
@@ -90,6 +92,16 @@ def layer(name, config, *, T=4096, H=20, Hk=4, d=128, count=1, z_in=False, z_out
         z = buffer(torch.float16) if z_in or own else None
         last = (tiles.columns, z, own, e, read_e, write_e, push, None, None, options)
         kernels.backward(O, q, k, v, O, lse, [], centre, *bounds, *last)
+
+
+def decoding(T=8192, H=20, Hk=4, d=128, queries=1):
+    """One step of a middle layer, which reads and writes a row of scores."""
+    q, k, v = (
+        torch.empty(1, h, n, d, dtype=torch.bfloat16, device="meta") for h, n in ((H, queries), (Hk, T), (Hk, T))
+    )
+    row = torch.empty(1, H, queries, T, device="meta")
+    given = {"mask": None, "offset": None, "gain": None, "sink": None, "row_dtype": None}
+    decode.decode(q, k, v, row, 1, CarriedConfig(), **given)
 
 
 if __name__ == "__main__":
@@ -105,5 +117,10 @@ if __name__ == "__main__":
         "plain": dict(),
         "recompute of four": dict(count=4, push=True),
     }
-    for name in sys.argv[1:] or CASES:
-        layer(name, causal, **CASES[name])
+    for name in sys.argv[1:] or [*CASES, "decode"]:
+        if name == "decode":
+            print(name, flush=True)
+            decoding()
+            decoding(queries=8)
+        else:
+            layer(name, causal, **CASES[name])

@@ -9,6 +9,8 @@ import torch
 from carried_cases import CarriedConfig, dense, grads_of, inputs, promoted, run
 from precision_study import LIMIT, STUDY, measure
 
+from tilewise.carried import carried_decode
+from tilewise.carried.triton import settings
 from tilewise.mask import Mask
 from tilewise.testing import assert_within_budget
 
@@ -63,6 +65,76 @@ def check(config, dtype, T, mask=None, B=1):
     for a, c in zip(got[16:], exact[16:], strict=True):
         # Sums over all tokens and keys: the error of an entry is that of a random walk over 16-bit operands.
         assert (a.double() - c).norm() <= 2e-2 * c.norm()
+
+
+# Every kernel and every way through it once, at sizes that compile and run in seconds: -k smoke.
+SMOKE = {
+    "stored": ("causal", BF16, "stored", {}),
+    "mixed": ("causal", BF16, "mixed", {}),
+    "recompute": ("causal", BF16, "recompute", {}),
+    "window": ("window", BF16, "mixed", {}),
+    "documents": ("documents", BF16, "recompute", {}),
+    "windows differ": ("windows differ", F16, "recompute", {}),
+    "gain": ("gain", BF16, "recompute", {}),
+    "softcap": ("mean, softcap", F16, "stored", {}),
+    "dropout": ("dropout", BF16, "stored", {}),
+    "registers": ("causal", BF16, "mixed", {"FILL": 0.0}),
+    "parts": ("window", BF16, "recompute", {"TRANSIENT": 20 << 20}),
+    "rows": ("documents", BF16, "recompute", {"TRANSIENT": 1 << 20, "FILL": 0.0}),
+}
+
+
+@pytest.mark.parametrize("name", SMOKE)
+def test_smoke(name, monkeypatch):
+    case, dtype, plan, changed = SMOKE[name]
+    options, mask, B = CASES[case]
+    for key, value in changed.items():
+        monkeypatch.setattr(settings, key, value)
+    check(CarriedConfig(impl="triton", plan=plan, **options), dtype, 1000, mask and mask(), B)
+
+
+@pytest.mark.parametrize("tokens", [1024, 1000])
+def test_smoke_layers_without_a_carry(tokens):
+    """The pass over keys without loaded bounds, and with them."""
+    groups = [x[:1] for x in inputs(T=tokens, dtype=BF16, **MODEL)]
+    G = [torch.randn_like(x) for x in groups[0]]
+    none = {"gain": None, "sink": None, "seed": None}
+    config = CarriedConfig(layers=1, impl="triton")
+    got = outputs_and_gradients(run, config, groups, G, None, none)
+    low = outputs_and_gradients(dense, config, groups, G, None, none)
+    exact = outputs_and_gradients(dense, config, promoted(groups), G, None, none)
+    for name, *tensors in zip(NAMES[::4], got, low, exact, strict=True):
+        assert_within_budget(name, *tensors)
+
+
+# Options, queries and keys of a step, and how many sequences.
+STEPS = {
+    "one query": ({}, 1, 5000, 1),
+    "eight queries": ({}, 8, 5000, 1),
+    "window": ({"windows": (1024, 1024, 1024, None)}, 1, 5000, 1),
+    "batch": ({}, 1, 700, 16),
+    "softcap, sink": ({"softcap": 3.0, "sink": True}, 2, 700, 2),
+    "gain": ({"scaling": "gain"}, 2, 700, 2),
+}
+
+
+@pytest.mark.parametrize("row_dtype", [None, F16])
+@pytest.mark.parametrize("name", STEPS)
+def test_decoding_within_budget(name, row_dtype):
+    """Every layer's output of a step against the dense oracle."""
+    options, T, Tk, B = STEPS[name]
+    config = CarriedConfig(impl="triton", **options)
+    groups = [[x.detach() for x in g] for g in inputs(T=T, Tk=Tk, B=B, dtype=BF16, **MODEL)]
+    extra = {n: x and [t.detach() for t in x] for n, x in extras(config).items() if n != "seed"}
+    wide = {n: x and [t.double() for t in x] for n, x in extra.items()}
+    low = dense(config, *groups, **extra)
+    exact = dense(config, *([x.double() for x in g] for g in groups), **wide)
+    row = None
+    for i, (q, k, v) in enumerate(zip(*groups, strict=True)):
+        each = {n: x and x[i] for n, x in extra.items()}
+        o, row = carried_decode(q, k, v, row, i, config, row_dtype=row_dtype, **each)
+        assert_within_budget(f"O{i}", o, low[i], exact[i])
+        assert row is None or row.dtype == (row_dtype or torch.float32)
 
 
 def test_uninitialised_memory_is_nan():

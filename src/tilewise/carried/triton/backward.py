@@ -76,7 +76,7 @@ def _queries(dk, dv, d0, d1, d2, d3, q, kt, sq, v, do, sdo, stats, stat, pad, z,
              ENTERS: tl.constexpr, COUNT: tl.constexpr, GAIN: tl.constexpr, LEARNED: tl.constexpr, CENTRE: tl.constexpr,
              ROUND: tl.constexpr, UNIFORM: tl.constexpr, BATCHED: tl.constexpr, CLOSED: tl.constexpr,
              SOFTCAP: tl.constexpr, DROPOUT: tl.constexpr, READS_E: tl.constexpr, ETYPE: tl.constexpr,
-             MASKED: tl.constexpr, TMA: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
+             PLAIN: tl.constexpr, MASKED: tl.constexpr, TMA: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
     """The queries a … end − 1 against one block of keys; tiles of scores are [keys, queries]."""
     j = j0 + tl.arange(0, BN)
     for i0 in tl.range(a, end, BM, num_stages=STAGES):
@@ -102,8 +102,12 @@ def _queries(dk, dv, d0, d1, d2, d3, q, kt, sq, v, do, sdo, stats, stat, pad, z,
             each_shift = load_shifts(shifts, bh, i, planes, Tq, COUNT, CENTRE)
             u, taken = summed(u, qt, kt, gains, each_shift, bounds, b, B, i, j, Tq, DTYPE, TOP, ENTERS,
                               COUNT, GAIN, CENTRE, ROUND, UNIFORM, BATCHED, True)  # fmt: skip
-        lo, hi = bounds_of(bounds, COUNT - 1 if not UNIFORM else 0, b, i, B, Tq, BATCHED)
-        seen = visible(lo, hi, j, True)
+        if PLAIN:
+            # A bound a query, loaded, costs a register a column of the tile: hundreds of bytes more are spilled.
+            seen = j[:, None] <= i[None, :]
+        else:
+            lo, hi = bounds_of(bounds, COUNT - 1 if not UNIFORM else 0, b, i, B, Tq, BATCHED)
+            seen = visible(lo, hi, j, True)
         g = load_rows(do, sdo, b, h, i0, Tq, DV, BM, BV, TMA)
         lse = load_statistics(stats, stat, 0, bh, i0, planes, pad, BM, TMA)
         delta = load_statistics(stats, stat, 1, bh, i0, planes, pad, BM, TMA)
@@ -151,8 +155,8 @@ def _head(dk, dv, q, kt, sq, v, do, sdo, stats, stat, pad, z, e, dg, gains, shif
           BN: tl.constexpr, S: tl.constexpr, DTYPE: tl.constexpr, TOP: tl.constexpr, OWN: tl.constexpr,
           ENTERS: tl.constexpr, COUNT: tl.constexpr, GAIN: tl.constexpr, LEARNED: tl.constexpr, CENTRE: tl.constexpr,
           ROUND: tl.constexpr, UNIFORM: tl.constexpr, BATCHED: tl.constexpr, CLOSED: tl.constexpr,
-          SOFTCAP: tl.constexpr, DROPOUT: tl.constexpr, READS_E: tl.constexpr, ETYPE: tl.constexpr, TMA: tl.constexpr,
-          STAGES: tl.constexpr):  # fmt: skip
+          SOFTCAP: tl.constexpr, DROPOUT: tl.constexpr, READS_E: tl.constexpr, ETYPE: tl.constexpr,
+          PLAIN: tl.constexpr, TMA: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
     """What one query head adds to dK and dV of a block of keys, its part of E and of dβ."""
     bh = b * H + h
     each_gain = load_gains(gains, h, H, COUNT, GAIN)
@@ -171,12 +175,13 @@ def _head(dk, dv, q, kt, sq, v, do, sdo, stats, stat, pad, z, e, dg, gains, shif
         if part == 2:
             a = last
             end = own_end
+        # A causal or windowed column has one or two masked rows: nothing to load ahead for, and registers to spare.
         dk, dv, d0, d1, d2, d3 = _queries(
             dk, dv, d0, d1, d2, d3, q, kt, sq, v, do, sdo, stats, stat, pad, z, e, each_gain, shifts, bounds, rows,
             seed, b, bh, bh - first_plane, h, B, j0, tn, a * S, tl.minimum(end * S, Tq), Tq, M, zslots, slots, start,
             back, B * H, scale, bend, factor, drop, inverse, D, DV, BD, BV, BM, BN, S, DTYPE, TOP, OWN, ENTERS, COUNT,
-            GAIN, LEARNED, CENTRE, ROUND, UNIFORM, BATCHED, CLOSED, SOFTCAP, DROPOUT, READS_E, ETYPE, part != 1, TMA,
-            STAGES)  # fmt: skip
+            GAIN, LEARNED, CENTRE, ROUND, UNIFORM, BATCHED, CLOSED, SOFTCAP, DROPOUT, READS_E, ETYPE, PLAIN, part != 1,
+            TMA, STAGES if part == 1 or not CLOSED else 1)  # fmt: skip
     for t in tl.static_range(COUNT):
         if (LEARNED >> t) & 1:
             value = d0
@@ -199,12 +204,13 @@ def keys_gradient(q0, q1, q2, q3, k0, k1, k2, k3, v, do, stats, stat, z, e, dk, 
                   DTYPE: tl.constexpr, TOP: tl.constexpr, OWN: tl.constexpr, ENTERS: tl.constexpr, COUNT: tl.constexpr,
                   GAIN: tl.constexpr, LEARNED: tl.constexpr, CENTRE: tl.constexpr, ROUND: tl.constexpr,
                   UNIFORM: tl.constexpr, BATCHED: tl.constexpr, CLOSED: tl.constexpr, SOFTCAP: tl.constexpr,
-                  DROPOUT: tl.constexpr, READS_E: tl.constexpr, ETYPE: tl.constexpr, GROUPED: tl.constexpr,
-                  PART: tl.constexpr, ADDS: tl.constexpr, TMA: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
+                  DROPOUT: tl.constexpr, READS_E: tl.constexpr, ETYPE: tl.constexpr, PLAIN: tl.constexpr,
+                  GROUPED: tl.constexpr, PART: tl.constexpr, ADDS: tl.constexpr, TMA: tl.constexpr,
+                  STAGES: tl.constexpr):  # fmt: skip
     """dK of the last layer, dV, E and dβ for BN keys: program (block, query head, or key head where GROUPED).
 
     Planes (batch · heads) from `first_plane` on and tile rows first_row … end_row − 1 (PART: E holds these only). ADDS:
-    dK and dV already hold what earlier rows gave.
+    dK and dV already hold what earlier rows gave. PLAIN: causal and nothing else, on whole tiles.
     """
     j0 = tl.program_id(0) * BN
     tn = j0 // S
@@ -239,13 +245,13 @@ def keys_gradient(q0, q1, q2, q3, k0, k1, k2, k3, v, do, stats, stat, z, e, dk, 
                              bounds, rows, seed, b, h, B, H, j0, tn, own, first, last, own_end, Tq, M, zslots, slots,
                              start, back, first_plane, scale, bend, factor, drop, inverse, D, DV, BD, BV, BM, BN, S,
                              DTYPE, TOP, OWN, ENTERS, COUNT, GAIN, LEARNED, CENTRE, ROUND, UNIFORM, BATCHED, CLOSED,
-                             SOFTCAP, DROPOUT, READS_E, ETYPE, TMA, STAGES)  # fmt: skip
+                             SOFTCAP, DROPOUT, READS_E, ETYPE, PLAIN, TMA, STAGES)  # fmt: skip
     else:
         dkt, dvt = _head(dkt, dvt, (q0, q1, q2, q3), kt, sq, vt, do, sdo, stats, stat, pad, z, e, dg, gains, shifts,
                          bounds, rows, seed, b, out, B, H, j0, tn, own, first, last, own_end, Tq, M, zslots, slots,
                          start, back, first_plane, scale, bend, factor, drop, inverse, D, DV, BD, BV, BM, BN, S, DTYPE,
                          TOP, OWN, ENTERS, COUNT, GAIN, LEARNED, CENTRE, ROUND, UNIFORM, BATCHED, CLOSED, SOFTCAP,
-                         DROPOUT, READS_E, ETYPE, TMA, STAGES)  # fmt: skip
+                         DROPOUT, READS_E, ETYPE, PLAIN, TMA, STAGES)  # fmt: skip
     dkt = dkt * final
     if ADDS:
         dkt += load_rows(dk, sdk, b, out, j0, Tk, D, BN, BD, False)

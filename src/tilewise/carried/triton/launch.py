@@ -240,7 +240,8 @@ def _keys(
         planes[0], *rows, *(numbers[name] for name in ("scale", "bend", "factor", "drop", "inverse")), opt.scale,
         **x.common, BM=shape.queries, BN=shape.keys, OWN=z_is_own, ENTERS=z is not None and not z_is_own,
         LEARNED=learned, READS_E=read_e, CLOSED=opt.back >= 0, ETYPE=_TYPES[e.dtype], GROUPED=group,
-        PART=len(parts.rows) > 1, ADDS=rows[0] > 0, TMA=x.tma, STAGES=shape.stages, num_warps=shape.warps,
+        PLAIN=opt.plain and x.Tq % opt.tile == 0, PART=len(parts.rows) > 1, ADDS=rows[0] > 0, TMA=x.tma,
+        STAGES=shape.stages, num_warps=shape.warps,
     )  # fmt: skip
 
 
