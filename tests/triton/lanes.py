@@ -72,7 +72,8 @@ def execute(ptx: str, outputs: int, inputs: list[np.ndarray]) -> list[np.ndarray
                 out |= (both >> 8 * pick & np.uint64(255)) << np.uint64(8 * byte)
             state[to] = out.astype(np.uint32)
         elif operation == "shfl":
-            assert name == "shfl.sync.idx.b32" and (a[3] == 0xFFFFFFFF).all()
+            assert name == "shfl.sync.idx.b32"
+            assert (a[3] == 0xFFFFFFFF).all()
             segment, clamp, lane = a[2] >> 8 & 31, a[2] & 31, THREADS & 31
             source = (lane & segment) | (a[1] & 31 & ~segment)
             assert (source <= (lane & segment | clamp & ~segment)).all()

@@ -1,0 +1,169 @@
+"""Attention calls through the Hopper kernels as :mod:`gluon_model` runs them; the other kernels are interpreted.
+
+A process of its own, since the interpreter's switch is read at import.
+python modelled.py NAME …   prints one JSON line a job: its name and what missed its budget.
+"""
+
+import inspect
+import json
+import os
+import sys
+import textwrap
+from pathlib import Path
+
+os.environ["TRITON_INTERPRET"] = "1"
+
+import torch
+
+torch.set_num_threads(1)
+sys.path.append(str(Path(__file__).parent.parent / "carried"))
+
+import gluon_model  # noqa: E402
+from interpreted_bf16 import exact_bf16  # noqa: E402
+from relative_checks import dense, names_of  # noqa: E402
+
+from tilewise import Mask, rows  # noqa: E402
+from tilewise.call import Call  # noqa: E402
+from tilewise.terms import Port  # noqa: E402
+from tilewise.testing import error_budget  # noqa: E402
+from tilewise.triton import band, linear_backward, linear_gradients, plan  # noqa: E402
+from tilewise.triton.config import Limits  # noqa: E402
+from tilewise.triton.launch import launcher  # noqa: E402
+
+HALF, BRAIN = torch.float16, torch.bfloat16
+BASE = launcher[-1]
+
+
+def modelled(kernel, grid, *args, **meta):
+    if type(kernel).__name__ == "GluonJITFunction":
+        gluon_model.run(kernel, grid, *args, **meta)
+    else:
+        BASE(kernel, grid, *args, **meta)
+
+
+launcher.append(modelled)
+plan.limits_of = lambda device: Limits(232448, True, True)
+
+
+def call_of(kinds, rowmap, Tq, Tk=None, B=1, H=1, Hk=None, dtype=HALF, mask=None, shared=False, own=True, d=64, seed=0):
+    """A call with terms of these kinds on one map."""
+    generator = torch.Generator().manual_seed(seed)
+    draw = lambda *shape: torch.randn(shape, generator=generator).to(dtype)  # noqa: E731
+    Tk, Hk = Tk or Tq, Hk or H
+    q, k, v = draw(B, H, Tq, d), draw(B, Hk, Tk, d), draw(B, Hk, Tk, d)
+    ports = [
+        Port(kind, rowmap, draw(1 if shared else H, rowmap.size, d),
+             None if kind == "key" or own else draw(B, H, Tq, d)) for kind in kinds
+    ]  # fmt: skip
+    return Call(q, k, v, tuple(ports), mask or Mask(), (3 * d) ** -0.5, Tk - Tq)
+
+
+CLIPPED, BUCKETS = rows.clipped(-70, 55), rows.deberta_buckets(16, 72)
+JOBS = {
+    "both": lambda: call_of(["query", "key"], BUCKETS, 330),
+    "both-backwards": lambda: call_of(["key", "query"], CLIPPED, 290, H=2, shared=True),
+    "query": lambda: call_of(["query"], CLIPPED, 390, own=False),
+    "key": lambda: call_of(["key"], rows.clipped(-30, 40), 330),
+    "narrow": lambda: call_of(["query", "key"], rows.windowed(-3, 2), 200),
+    "causal": lambda: call_of(["query", "key"], BUCKETS, 330, mask=Mask.causal()),
+    "window": lambda: call_of(["query", "key"], rows.clipped(-40, 40), 400, mask=Mask.window(90, 20)),
+    "lengths": lambda: call_of(["query", "key"], BUCKETS, 200, B=2, mask=Mask.lengths(torch.tensor([130, 0]))),
+    "cross": lambda: call_of(["query", "key"], BUCKETS, 70, 300, H=2, Hk=1),
+    "long-queries": lambda: call_of(["query", "key"], BUCKETS, 300, 70),
+    "bf16": lambda: call_of(["query", "key"], BUCKETS, 200, dtype=BRAIN),
+    "identity": lambda: call_of(["query"], rows.identity(199, descending=True), 200, own=False),
+    "identity-ascending": lambda: call_of(["query"], rows.identity(150), 130),
+    "wide": lambda: call_of(["query", "key"], rows.clipped(-9, 9), 200, d=128),
+}
+
+
+GRADIENTS = {
+    "gradients": lambda: txl(200),
+    "gradients-own": lambda: call_of(["query"], rows.identity(150), 130),
+    "gradients-heads": lambda: txl(130, H=4, Hk=2, B=2),
+    "gradients-causal": lambda: txl(200, mask=Mask.causal()),
+    "gradients-window": lambda: txl(330, mask=Mask.window(70, 10)),
+    "gradients-lengths": lambda: txl(140, B=3, mask=Mask.lengths(torch.tensor([140, 0, 65]))),
+    "gradients-cross": lambda: txl(70, 200, H=2, shared=True),
+    "gradients-long-queries": lambda: txl(200, 70),
+    "gradients-shares": lambda: txl(200, B=2, H=2),
+    "gradients-bf16": lambda: txl(130, dtype=BRAIN),
+    "gradients-wide": lambda: txl(130, d=128),
+}
+
+
+def txl(Tq, Tk=None, **more):
+    """A Transformer-XL term: a left factor of its own, a table that descends and reaches further than the lengths."""
+    return call_of(["query"], rows.identity(max(Tq, Tk or 0) + 5, descending=True), Tq, Tk, own=False, **more)
+
+
+BROKEN = {
+    "phase": ("both", band.attend_band, "(u + 1) // 2 & 1", "u // 2 & 1"),
+    "rows": ("both", band.attend_band, "row_c - (u + 2) * _T", "row_c - (u + 1) * _T"),
+    "slot": ("both", band.attend_band, "later = u + STAGES - 1", "later = u + STAGES"),
+    "edge": ("query", band.attend_band, "end_a if side == 0 else end_b", "end_b if side == 0 else end_a"),
+    "order": ("gradients", linear_gradients.query_pass, "unskew(before, now)", "unskew(now, before)"),
+    "early": ("gradients", linear_gradients.query_pass, "(t + 2) % 3", "t % 3"),
+    "staged": ("gradients", linear_gradients.query_pass, "        tma.store_wait(0)\n        #", "        #"),
+    "heads": ("gradients-heads", linear_gradients.key_pass, "e = u + head", "e = u"),
+    "turned": ("gradients", linear_gradients.key_pass, "skew(low, high)", "skew(high, low)"),
+}
+"""Kernels with one mistake each, and a job that must miss or stop."""
+
+
+def found(name: str) -> str | None:
+    """How the mistake shows; None where it does not."""
+    job, kernel, right, wrong = BROKEN[name]
+    source = textwrap.dedent(inspect.getsource(kernel.fn))
+    assert right in source
+    names = dict(kernel.fn.__globals__)
+    exec(source[source.index("def ") :].replace(right, wrong), names)
+    whole, kernel.fn = kernel.fn, names[kernel.fn.__name__]
+    try:
+        return "; ".join(missed(job)) or None
+    except AssertionError as error:
+        return str(error)
+    finally:
+        kernel.fn = whole
+
+
+def missed(name: str) -> list[str]:
+    call = (JOBS | GRADIENTS)[name]()
+    B, H, Tq, _ = call.q.shape
+    generator = torch.Generator().manual_seed(7)
+    do = torch.randn(B, H, Tq, call.v.shape[3], generator=generator).to(call.q.dtype)
+    _, exact_lse, _ = dense(call, do, torch.zeros(B, H, Tq), torch.float64)
+    seen = torch.isfinite(exact_lse)
+    dlse = torch.randn(B, H, Tq, generator=generator) * seen
+    exact_o, exact_lse, exact = dense(call, do, dlse, torch.float64)
+    low_o, low_lse, low = dense(call, do, dlse, call.q.dtype)
+    o = torch.full_like(call.q, float("nan"))
+    lse = torch.full((B, H, Tq), float("nan"))
+    layout = plan.Layout(call)
+    reasons = band.unsuited(layout)
+    if reasons:
+        return reasons
+    band.forward(layout, o, lse)
+    out = [] if torch.equal(torch.isfinite(lse), seen) else ["lse is infinite in the wrong places"]
+    flat = lambda x: x.masked_fill(~seen, 0.0)  # noqa: E731
+    to = call.q.dtype
+    budgets = [error_budget("o", o, low_o, exact_o),
+               error_budget("lse", flat(lse).to(to), flat(low_lse).to(to), flat(exact_lse))]  # fmt: skip
+    if name in GRADIENTS:
+        if name == "gradients-shares":
+            # Five of sixteen query blocks at a time.
+            linear_backward.BUDGET = 5 * 64 * 64 * 5 * 2
+        leaves = [call.q, call.k, call.v, *call.tensors]
+        grads = [torch.full_like(x, float("nan")) for x in leaves]
+        linear_backward.backward(call, do, dlse, o, lse, [True] * len(leaves), grads)
+        budgets += [error_budget(*x) for x in zip(names_of(call), grads, low, exact, strict=True)]
+    return out + [f"{b.name}: error {b.error:.2e}, allowed {b.allowed:.2e}" for b in budgets if not b.ok]
+
+
+if __name__ == "__main__":
+    exact_bf16()
+    for name in sys.argv[1:]:
+        if name.startswith("broken:"):
+            print(json.dumps({"name": name, "found": found(name[7:])}), flush=True)
+            continue
+        print(json.dumps({"name": name, "missed": missed(name)}), flush=True)
