@@ -262,9 +262,15 @@ def _tests(names: list[str], path: Path) -> None:
 
 
 def _collected(select: str) -> list[str]:
-    command = [sys.executable, "-m", "pytest", str(TESTS), "--collect-only", "-q", "-p", "no:cacheprovider"]
-    done = subprocess.run([*command, *(["-k", select] if select else [])], capture_output=True, text=True, cwd=ROOT)
-    return [line for line in done.stdout.splitlines() if "::" in line]
+    # The project's own -q and this one would leave counts alone.
+    options = ["--collect-only", "-q", "-o", "addopts=", "-p", "no:cacheprovider", *(["-k", select] if select else [])]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", str(TESTS), *options], capture_output=True, text=True, cwd=ROOT
+    )
+    names = [line for line in done.stdout.splitlines() if "::" in line]
+    if not names:
+        raise ValueError(f"select is {select!r}; expected a part of a test's name. pytest said: {done.stdout[-300:]}")
+    return names
 
 
 def tests(args) -> list[dict]:

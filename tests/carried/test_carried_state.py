@@ -206,6 +206,11 @@ def test_fsdp2_with_mixed_precision_leaves_the_carry_in_fp16():
     assert output_of("sharded_model.py") == ["stored", "mixed", "recompute"]
 
 
+def test_a_pipeline_cut_at_block_boundaries_is_bitwise_the_whole_model():
+    """Losses and gradients of two processes and two micro-batches, with gains, in every plan."""
+    assert output_of("piped_model.py") == ["mixed", "recompute", "stored"]
+
+
 def test_detached_queries_and_keys_of_earlier_layers_are_not_trained():
     q, k, v = inputs()
     out = run(config("stored", detach=True), q, k, v)
