@@ -169,6 +169,22 @@ def test_compiles_whole_and_dynamic():
     assert counters["stats"]["unique_graphs"] == 1
 
 
+@pytest.mark.parametrize("n", [1, 2, 3])
+@torch.no_grad()
+def test_compiles_without_gradients_for_any_number_of_sources(n):
+    def step(w, g, o, u, p, *v):
+        s = depth.scores(v, w, g)
+        o1, lse = depth.phase1_from_scores(v, s)
+        o2, _ = depth.phase1(v, w, g)
+        _, y = depth.mix_update(u, p, v, w[0], g[0], o)
+        return o1, lse, o2, y, depth.mix(v, w[0])
+
+    torch._dynamo.reset()
+    v, w, g, o, u, p = make(n, 3, tokens=(5,), dtype=torch.float32)
+    args = [x.detach() for x in (w, g, o, u, p, *v)]
+    torch.testing.assert_close(torch.compile(step, fullgraph=True, backend="aot_eager")(*args), step(*args))
+
+
 def test_serving_contract_in_place_with_strides():
     store = torch.randn(6, 40 + D)
     bank = torch.randn(6, 4, 2 * D)[:, :, :D]

@@ -1,4 +1,8 @@
-"""One autograd.Function an operator, over the contracts of `ops`; backwards are explicit formulas."""
+"""One autograd.Function an operator, over the contracts of `ops`; backwards are explicit formulas.
+
+A forward over any number of sources takes `(ctx, *args)`: without gradients Dynamo (torch 2.11 to 2.13) calls it without
+`ctx` if there are as many arguments as its signature has parameters, which `(ctx, a, b, *sources)` has for two sources.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +27,8 @@ class Mix(torch.autograd.Function):
     """(p, y) = mix over the sources and p = prefix + update; p is None without an update."""
 
     @staticmethod
-    def forward(ctx, eps, output_eps, impl, update, prefix, q, w, *sources):
+    def forward(ctx, *args):
+        eps, output_eps, impl, update, prefix, q, w, *sources = args
         summed, y = _op.depth_mix(list(sources), update, prefix, q, w, eps, output_eps, impl)
         p = None if update is None else update if prefix is None else summed
         ctx.set_materialize_grads(False)
@@ -49,7 +54,8 @@ class Phase1(torch.autograd.Function):
     """(o1, lse); saves scores, lse and rstd (fp32 scalars), never o1."""
 
     @staticmethod
-    def forward(ctx, eps, impl, q, *sources):
+    def forward(ctx, *args):
+        eps, impl, q, *sources = args
         s, r = _op.depth_scores(list(sources), q, eps, impl)
         o1, lse = _op.depth_combine(list(sources), s, impl)
         ctx.set_materialize_grads(False)
@@ -98,7 +104,8 @@ class Scores(torch.autograd.Function):
     """Scores alone, for queries that come later; the backward is plain PyTorch, source by source."""
 
     @staticmethod
-    def forward(ctx, eps, impl, q, *sources):
+    def forward(ctx, *args):
+        eps, impl, q, *sources = args
         s, r = _op.depth_scores(list(sources), q, eps, impl)
         ctx.save_for_backward(q, s, r, *sources)
         return s
@@ -137,7 +144,8 @@ class Combine(torch.autograd.Function):
     """(o1, lse) from scores; the backward is plain PyTorch, source by source."""
 
     @staticmethod
-    def forward(ctx, impl, s, *sources):
+    def forward(ctx, *args):
+        impl, s, *sources = args
         o1, lse = _op.depth_combine(list(sources), s, impl)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(s, lse, *sources)
