@@ -25,6 +25,7 @@ CASES = {
     "full": ({"causal": False, "layers": 2}, ("stored",), {"dtype": F32, "T": 20}, None),
     "windows differ": ({"windows": (9, 20, 5)}, ("stored", "mixed"), {"dtype": F16, "T": 36}, None),
     "windows differ, recomputed": ({"windows": (20, 5), "layers": 2}, ("recompute",), {"dtype": F16, "T": 36}, None),
+    "six layers": ({"layers": 6}, ("stored",), {"dtype": F16, "T": 20}, None),
     "one layer": ({"layers": 1}, ("recompute",), {"dtype": BF16, "T": 40}, None),
     "heads summed in registers": ({"layers": 2}, ALL[:2], {"dtype": BF16, "T": 36, "H": 4, "Hk": 2, "fill": 0}, None),
     "E in parts": (

@@ -20,6 +20,9 @@ VARIANTS = {
     "sliding window and gate": {"carried": {"windows": (9, 9, 9, None)}, "gated": True},
     "one window": {"carried": {"windows": 6}, "qk_norm": True},
     "keys from the hidden state": {"keys": "hidden"},
+    "keys from the hidden state, no carry": {"keys": "hidden", "group": 4, "carried": {"layers": 1}},
+    "keys from the hidden state of two blocks": {"keys": "hidden", "group": 4, "carried": {"layers": 2}},
+    "keys from hidden states of half a block": {"keys": "hidden", "group": 2},
     "shared keys": {"keys": "shared"},
     "shared keys, gain and window": {"keys": "shared", "carried": {"scaling": "gain", "windows": 6}},
     "detached": {"carried": {"detach": True}},
@@ -114,6 +117,28 @@ def test_block_checks_its_layers():
         CarriedAttention(32, 4, 3)
     with pytest.raises(ValueError, match="keys is 'none'"):
         LlamaOptions(keys="none")
+    with pytest.raises(ValueError, match="group is 4 but keys is 'own'; expected keys='hidden'"):
+        LlamaOptions(group=4)
+    with pytest.raises(ValueError, match=r"group is 3; expected a divisor or a multiple of carried\.layers = 4"):
+        LlamaOptions(keys="hidden", group=3)
+
+
+def test_layers_of_a_group_project_one_hidden_state():
+    """The memory that each of eight layers gets is what entered the first layer of its group."""
+    model = model_of("keys from the hidden state of two blocks")
+    entered, memories = [], []
+
+    def note(module, args, kwargs):
+        entered.append(args[0])
+        memories.append(kwargs["memory"])
+
+    for block in model.blocks:
+        for layer in block.layers:
+            layer.register_forward_pre_hook(note, with_kwargs=True)
+    model(torch.randint(61, (1, 20)))
+    assert len(memories) == 6
+    for i, memory in enumerate(memories):
+        assert torch.equal(memory, entered[i // 4 * 4])
 
 
 @pytest.mark.parametrize(

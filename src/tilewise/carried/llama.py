@@ -28,8 +28,10 @@ class LlamaOptions:
         carried: options of a block; ``layers=1`` in it is the model without carry.
         gated, qk_norm: see :class:`CarriedAttention`.
         keys: ``own``; ``hidden`` (every layer projects its keys and values from the hidden state that enters its
-            block, as SwiftKV's SingleInputKV); ``shared`` (the block's first layer's keys and values serve all of its
-            layers, and the carry folds into the queries).
+            group of layers, as SwiftKV's SingleInputKV); ``shared`` (the block's first layer's keys and values serve
+            all of its layers, and the carry folds into the queries).
+        group: layers in a group of ``hidden``; default those of a block. One of the two divides the other, so that
+            layers may take keys from an earlier hidden state with no carry, or with one of another length.
         rotary_base: base of the rotary frequencies.
     """
 
@@ -43,11 +45,24 @@ class LlamaOptions:
     gated: bool = False
     qk_norm: bool = False
     keys: str = "own"
+    group: int | None = None
     rotary_base: float = 10000.0
 
     def __post_init__(self) -> None:
         if self.keys not in ("own", "hidden", "shared"):
             raise ValueError(f"keys is {self.keys!r}; expected own, hidden or shared")
+        if self.group is not None:
+            if self.keys != "hidden":
+                raise ValueError(f"group is {self.group} but keys is {self.keys!r}; expected keys='hidden'")
+            small, large = sorted((self.group, self.carried.layers))
+            if small < 1 or large % small:
+                raise ValueError(
+                    f"group is {self.group}; expected a divisor or a multiple of carried.layers = {self.carried.layers}"
+                )
+
+    def refreshes(self, layer: int) -> bool:
+        """Whether keys and values of layer `layer` of the model, and of the next ones, come from what enters it."""
+        return self.keys == "hidden" and layer % (self.group or self.carried.layers) == 0
 
 
 class DecoderLayer(nn.Module):
@@ -77,28 +92,31 @@ class DecoderLayer(nn.Module):
 class LlamaBlock(CarriedBlock):
     """The layers of one block, and what they take from its first."""
 
-    def __init__(self, options: LlamaOptions, layers: int, checkpointed: bool) -> None:
+    def __init__(self, options: LlamaOptions, first: int, layers: int, checkpointed: bool) -> None:
         start = (lambda config, mask, layout: SharedKeyCarry(config, mask)) if options.keys == "shared" else None
         super().__init__(
             [DecoderLayer(options, i) for i in range(layers)], options.carried, checkpointed=checkpointed, start=start
         )
-        self.keys = options.keys
+        self.options, self.first, self.keys = options, first, options.keys
 
-    def _run(self, x: Tensor, mask: Mask | None, layout: TileLayout | None, **kwargs) -> Tensor:
+    def _run(
+        self, x: Tensor, mask: Mask | None, layout: TileLayout | None, *, memory: Tensor | None = None, **kwargs
+    ) -> Tensor:
         carry, shared = self.start(self.config, mask, layout), None
-        memory = x if self.keys == "hidden" else None
-        for layer in self.layers:
+        for i, layer in enumerate(self.layers):
+            memory = x if self.options.refreshes(self.first + i) else memory
             x, carry, kv = layer(x, carry, memory=memory, shared=shared, **kwargs)
             shared = kv if self.keys == "shared" else None
         return x
 
-    def step(self, x: Tensor, cache: KeyValueCache, first: int, positions: Tensor) -> Tensor:
-        """New tokens x against the cache, whose entries for this block start at `first`."""
+    def step(self, x: Tensor, cache: KeyValueCache, positions: Tensor, memory: Tensor | None) -> Tensor:
+        """New tokens x against the cache."""
+        first = self.first
         shared, few = self.keys == "shared", x.shape[1] <= KeyValueCache.FEW
         carry = SharedKeyCarry(self.config) if shared else Carry(self.config)
         row = folded = None
-        memory = x if self.keys == "hidden" else None
         for i, layer in enumerate(self.layers):
+            memory = x if self.options.refreshes(first + i) else memory
             h, attention = layer.norm(x), layer.attention
             q, k, v = attention.project(h, positions, None if memory is None else layer.norm(memory))
             k, v = cache.append(first + i, k, v) if k is not None else cache.entry(first)
@@ -178,7 +196,7 @@ class CarriedLlama(nn.Module):
         per = options.carried.layers
         self.embedding = nn.Embedding(options.vocabulary, options.width)
         self.blocks = nn.ModuleList(
-            LlamaBlock(options, min(per, options.layers - i), checkpointed) for i in range(0, options.layers, per)
+            LlamaBlock(options, i, min(per, options.layers - i), checkpointed) for i in range(0, options.layers, per)
         )
         self.norm = nn.RMSNorm(options.width)
         self.head = nn.Linear(options.width, options.vocabulary, bias=False)
@@ -203,14 +221,14 @@ class CarriedLlama(nn.Module):
         past = 0 if cache is None else cache.length
         if positions is None:
             positions = torch.arange(past, past + tokens.shape[1], device=tokens.device)
-        x, first = self.embedding(tokens), 0
+        x, memory = self.embedding(tokens), None
         for block in self.blocks:
+            memory = x if self.options.refreshes(block.first) else memory
             if cache is None:
                 whole = len(block.layers) == self.options.carried.layers
-                x = block(x, mask=mask, layout=layout if whole else None, positions=positions)
+                x = block(x, mask=mask, layout=layout if whole else None, positions=positions, memory=memory)
             else:
-                x = block.step(x, cache, first, positions)
-            first += len(block.layers)
+                x = block.step(x, cache, positions, memory)
         if cache is not None:
             cache.advance()
         return self.head(self.norm(x))
