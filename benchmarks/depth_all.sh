@@ -1,37 +1,84 @@
 #!/bin/sh
-# Every measurement of the depth operators on one GPU, most important first: sh benchmarks/depth_all.sh OUT [SECONDS]
-# Needs the peers of tools/peers.txt and out/text from prepare_text.py. SECONDS is the share of the comparison with
-# peers; training and checks take about 30 s more. Variants are trained side by side: their speeds do not compare.
+# Everything about the depth operators that needs a GPU, in parts that run alone: sh benchmarks/depth_all.sh OUT PART …
+# PART is NAME or NAME=SECONDS, its limit; without any, all of them in this order:
+#   tests checks bench compile-bench peers overhead traffic memcheck train
+# Each part writes its results and OUT/NAME.log when it ends or is stopped, prints the log's end, and never stops
+# the next one. `peers` needs the packages of tools/peers.txt (and einops) on PYTHONPATH and vLLM's operator at $VLLM;
+# `train` needs out/text from prepare_text.py. bench, compile-bench and peers share OUT/depth.json, and go on from what it
+# has. FLAGS are further options of the set's run, PYTHON the interpreter, TOKENS the budget of a training run.
 set -u
-out=$1 limit=${2:-84}
+out=$1
+shift
+[ $# -gt 0 ] || set -- tests checks bench compile-bench peers overhead traffic memcheck train
 export PYTHONPATH="${PYTHONPATH:-}:src" PYTHONUNBUFFERED=1 OMP_NUM_THREADS=1
 mkdir -p "$out"
-began=$(date +%s)
-model="--d 256 --layers 8 --heads 4 --kv-heads 2 --hidden 704 --batch 32 --length 256"
-recipe="--data out/text $model --held-out 256"
-kinds="standard block2 block4 block8 full"
+python=${PYTHON:-python3}
+FLAGS=${FLAGS:-}
 
-# Compile the training kernels while the comparison compiles its own.
-(
-    sleep 6
-    for v in $kinds; do
-        nice python3 benchmarks/depth_train.py $recipe --tokens 16384 --evaluations 1 --out "$out/warm_$v.json" \
-            --variants $v --seeds 0 >"$out/warm_$v.log" 2>&1 &
+tilewise_bench() { $python -c 'from tilewise.bench.cli import app; app()' "$@"; }
+bench() { tilewise_bench run --set depth --json "$out/depth.json" --time-limit $within $FLAGS "$@"; }
+
+model="--d 256 --layers 8 --heads 4 --kv-heads 2 --hidden 704 --batch 32 --length 256 --held-out 256"
+
+# One process a variant, all side by side: the model is small and each waits for its own host. Full has more launches
+# a step, so each of its seeds is a process of its own. The shared clock makes speeds of variants no comparison.
+train() {
+    for v in standard block2 block4 block8; do
+        $python benchmarks/depth_train.py --data out/text $model --tokens "${TOKENS:-6291456}" --seconds "$1" \
+            --variants $v --seeds 0 1 2 --out "$out/train_$v.json" &
+    done
+    for s in 0 1 2; do
+        $python benchmarks/depth_train.py --data out/text $model --tokens "${TOKENS:-6291456}" --seconds "$1" \
+            --variants full --seeds $s --out "$out/train_full_$s.json" &
     done
     wait
-) &
-timeout -k 1 "$limit" python3 benchmarks/depth_table.py --out "$out" --sweep --limit $((limit - 10)) \
-    --systems tilewise plain "tilewise stream" "plain liger-kernel" liger-kernel fla-core flash-attn-res
-echo "comparison done after $(($(date +%s) - began)) s"
+    $python benchmarks/depth_train.py --join "$out"/train_*.json --out "$out/depth_train.json"
+}
 
-nice timeout 26 python3 -m pytest -q -x -p no:cacheprovider tests/depth/test_streams_gpu.py >"$out/tests.log" 2>&1 &
-nice timeout 26 python3 benchmarks/depth_kernels.py check --cases float32 --out "$out" >"$out/check.log" 2>&1 &
-nice timeout 26 compute-sanitizer --tool memcheck python3 benchmarks/depth_memcheck.py >"$out/memcheck.log" 2>&1 &
-for v in $kinds; do
-    timeout 30 python3 benchmarks/depth_train.py $recipe --tokens 2097152 --seconds 24 --out "$out/train_$v.json" \
-        --variants $v --seeds 0 1 2 >"$out/train_$v.log" 2>&1 &
+# Runs part $1 within $2 seconds; measurements stop a little earlier by themselves.
+part() {
+    within=$(($2 - 8))
+    case $1 in
+    tests) $python -m pytest -q -p no:cacheprovider --durations=5 tests/depth/test_*_gpu.py ;;
+    checks) $python benchmarks/depth_kernels.py check --out "$out" ;;
+    bench) bench --systems tilewise,tilewise-one-pass,tilewise-overlap,tilewise-serving,plain,eager ;;
+    compile-bench) bench --systems compile ;;
+    peers)
+        systems=plain-liger,liger-kernel,fla-core,flash-attn-res,fast-attnres
+        bench --systems "$systems${VLLM:+,vllm}" ${VLLM:+--vllm-source "$VLLM"}
+        ;;
+    overhead) $python benchmarks/depth_overhead.py --out "$out" --limit $within ;;
+    traffic) $python benchmarks/depth_traffic.py --out "$out" --limit $within ;;
+    memcheck) compute-sanitizer --tool memcheck --error-exitcode 9 $python benchmarks/depth_memcheck.py ;;
+    train) train $within ;;
+    esac
+}
+
+limit_of() {
+    case $1 in
+    tests) echo 90 ;; checks) echo 60 ;; bench) echo 100 ;; compile-bench) echo 100 ;; peers) echo 200 ;;
+    overhead) echo 150 ;; traffic) echo 120 ;; memcheck) echo 150 ;; train) echo 250 ;;
+    *) return 1 ;;
+    esac
+}
+
+if [ "${DEPTH_PART:-}" ]; then
+    part "$DEPTH_PART" "$1"
+    exit
+fi
+for each in "$@"; do
+    name=${each%%=*}
+    seconds=$(limit_of "$name") || {
+        echo "part: found $name; expected tests, checks, bench, compile-bench, peers, overhead, traffic, memcheck, train"
+        exit 2
+    }
+    case $each in *=*) seconds=${each#*=} ;; esac
+    began=$(date +%s)
+    echo "== $name, at most $seconds s"
+    DEPTH_PART=$name timeout -k 5 "$seconds" sh "$0" "$out" "$seconds" >"$out/$name.log" 2>&1
+    status=$?
+    tail -n 24 "$out/$name.log"
+    echo "== $name ended with status $status after $(($(date +%s) - began)) s"
 done
-wait
-for f in tests check memcheck; do echo "== $f"; tail -n 6 "$out/$f.log"; done
-python3 benchmarks/depth_train.py --join "$out"/train_*.json --out "$out/depth_train.json"
-echo "all done after $(($(date +%s) - began)) s"
+[ -f "$out/depth.json" ] && tilewise_bench report "$out/depth.json" --no-plots
+exit 0

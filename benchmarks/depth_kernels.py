@@ -18,6 +18,7 @@ import torch
 import triton
 from depth_checks import CHECKS, check, normal
 from depth_passes import (
+    DECODE_PLANS,
     EPS,
     Inference,
     naive,
@@ -28,7 +29,6 @@ from depth_passes import (
     update_only_train,
 )
 from depth_sweeps import sweeps
-from depth_systems import DECODE_PLANS
 from triton.testing import do_bench
 
 from tilewise.depth.triton import config, launch

@@ -1,28 +1,14 @@
 """Whole passes of the residual machinery over a stack of sublayers with a trivial update, for `depth_kernels.py`."""
 
 import torch
-import triton
-import triton.language as tl
 
+from tilewise.bench.plain_residual import add_rms_norm_
 from tilewise.depth import BlockReads, SharedSource, mix_norm_shared
 from tilewise.depth.triton import launch
 
 EPS = 1e-6
-
-
-@triton.jit
-def _plain_kernel(U, H, W, Y, eps, D: tl.constexpr, BD: tl.constexpr):
-    """h += u; y = RMSNorm(h) * w: the plain residual, tuned the same way as the merge kernel."""
-    t = tl.program_id(0).to(tl.int64)
-    c = tl.arange(0, BD)
-    m = c < D
-    h = tl.load(H + t * D + c, mask=m, other=0.0)
-    u = tl.load(U + t * D + c, mask=m, other=0.0)
-    h = (h.to(tl.float32) + u.to(tl.float32)).to(h.dtype)
-    tl.store(H + t * D + c, h, mask=m)
-    h = h.to(tl.float32)
-    w = tl.load(W + c, mask=m, other=0.0, eviction_policy="evict_last").to(tl.float32)
-    tl.store(Y + t * D + c, (h * tl.rsqrt(tl.sum(h * h, 0) / D + eps) * w).to(Y.dtype.element_ty), mask=m)
+DECODE_PLANS = ((0, 4), (0, 3), (0, 2), (0, 1), (2, 0), (4, 0))
+"""(sources read in one pass, sources a merge reads itself): the decode step is timed with each."""
 
 
 def update(y):
@@ -40,14 +26,13 @@ def update_only(x, layers):
 
 
 def plain(x, W, layers):
-    h, y, (T, d) = torch.empty_like(x), torch.empty_like(x), x.shape
-    warps = 4 if T > 1024 else 8
+    h, y = torch.empty_like(x), torch.empty_like(x)
 
     def run():
         h.copy_(x)
-        u = update(torch.nn.functional.rms_norm(x, (d,), W[0], EPS))
+        u = update(torch.nn.functional.rms_norm(x, x.shape[1:], W[0], EPS))
         for l in range(layers):
-            _plain_kernel[(T,)](u, h, W[l + 1], y, EPS, D=d, BD=triton.next_power_of_2(d), num_warps=warps)
+            add_rms_norm_(u, h, W[l + 1], y, EPS)
             u = update(y)
         return y
 

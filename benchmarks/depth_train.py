@@ -56,15 +56,17 @@ def joined(paths: list[Path]) -> dict:
     """One record of several, made side by side from one recipe, model and data.
 
     Raises:
-        ValueError: a record of another recipe, model or data, or a variant in two of them.
+        ValueError: a record of another recipe, model or data, or a variant's seed in two of them.
     """
     records = [json.loads(path.read_text()) for path in paths]
     runs = {}
     for path, record in zip(paths, records, strict=True):
         for name, found in record["runs"].items():
-            if name in runs:
-                raise ValueError(f"{path}: found variant {name} again, expected each in one file")
-            runs[name] = found
+            known = runs.setdefault(name, [])
+            again = {run["seed"] for run in known} & {run["seed"] for run in found}
+            if again:
+                raise ValueError(f"{path}: found seeds {sorted(again)} of {name} again, expected each in one file")
+            runs[name] = sorted(known + found, key=lambda run: run["seed"])
         if {**record, "runs": None} != {**records[0], "runs": None}:
             raise ValueError(f"{path}: found another recipe, model or data than in {paths[0]}")
     order = [name for name in KINDS if name in runs]

@@ -1,0 +1,275 @@
+"""What Attention Residuals cost end to end: whole steps of a layer stack with real attention and MLP, random weights.
+
+    python benchmarks/depth_overhead.py [decode] [prefill] [training] --out DIR [--limit SECONDS]
+
+Kimi K3's residual (d = 7,168, 93 decoder layers, blocks of 12, 9 sources) on layers scaled to fit one GPU: 64 query
+heads on 8 key heads of 128 and a SwiGLU of 18,432, the weights and key-value caches of 4 layers used in turn, so that
+every layer still reads its weights from memory. Decode: 128 sequences at a context of 2,048, one token each, in a CUDA graph.
+Prefill: one sequence of 32,768 tokens. Training: 27 layers of d = 2,304 (the paper's 48B model's widths, blocks of 6
+sublayers), 2 sequences of 4,096, forward and backward without optimizer, embedding or head, which would only hide the
+residual's share.
+
+Both residuals take turns in every round: standard is the fused add + RMSNorm of the depth set. Writes
+DIR/depth_overhead.json after each part.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tilewise.bench.timing import captured
+from tilewise.depth import InferenceState, Schedule
+from tilewise.nn import AttnRes
+
+START = time.time()
+EPS = 1e-5
+
+
+class Shape(NamedTuple):
+    """Width, layers, query and key heads, head width, SwiGLU, layers with weights of their own, sublayers a block."""
+
+    d: int
+    layers: int
+    heads: int
+    kv_heads: int
+    width: int
+    hidden: int
+    own: int
+    block: int
+
+
+K3 = Shape(7168, 93, 64, 8, 128, 18432, 4, 24)
+PAPER = Shape(2304, 27, 18, 6, 128, 6144, 27, 6)
+TINY = Shape(64, 5, 4, 2, 16, 96, 2, 4)
+DTYPES = {"cuda": torch.bfloat16, "cpu": torch.float32}
+
+
+def say(*words) -> None:
+    print(f"[{time.time() - START:.0f}s]", *words, flush=True)
+
+
+class Layer(nn.Module):
+    """Attention and MLP, from a normalised input to an update."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.shape = shape
+        inner, kv = shape.heads * shape.width, shape.kv_heads * shape.width
+        self.qkv = nn.Linear(shape.d, inner + 2 * kv, bias=False)
+        self.o = nn.Linear(inner, shape.d, bias=False)
+        self.up = nn.Linear(shape.d, 2 * shape.hidden, bias=False)
+        self.down = nn.Linear(shape.hidden, shape.d, bias=False)
+
+    def attend(self, x: Tensor, cache: Tensor | None) -> Tensor:
+        """x `[B, T, d]`; `cache` `[2, B, kv_heads, context, width]` holds earlier keys and values."""
+        s = self.shape
+        parts = (s.heads, s.kv_heads, s.kv_heads)
+        q, k, v = self.qkv(x).unflatten(-1, (-1, s.width)).transpose(1, 2).split(parts, 1)
+        if cache is None:
+            o = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        else:
+            cache[0, :, :, -1:], cache[1, :, :, -1:] = k, v
+            o = F.scaled_dot_product_attention(q, cache[0], cache[1], enable_gqa=True)
+        return self.o(o.transpose(1, 2).flatten(2))
+
+    def mlp(self, x: Tensor) -> Tensor:
+        a, b = self.up(x).chunk(2, -1)
+        return self.down(F.silu(a) * b)
+
+
+class PlainStream:
+    """The standard residual behind a stream's face, its add and norm fused."""
+
+    def __init__(self, x: Tensor, norms: list[Tensor]) -> None:
+        self.h, self.update, self.norms = x, None, norms
+
+    def read(self, sublayer: int) -> Tensor:
+        return self._normed(self.norms[sublayer])
+
+    def write(self, sublayer: int, update: Tensor) -> None:
+        self.update = update
+
+    def output(self, weight: Tensor) -> Tensor:
+        return self._normed(weight)
+
+    def _normed(self, weight: Tensor) -> Tensor:
+        if self.update is None:
+            return F.rms_norm(self.h, self.h.shape[-1:], weight, EPS)
+        d = self.h.shape[-1]
+        if not self.h.is_cuda:
+            self.h = self.h + self.update
+            return F.rms_norm(self.h, (d,), weight, EPS)
+        from tilewise.bench.plain_residual import add_rms_norm, add_rms_norm_
+
+        if torch.is_grad_enabled():
+            h, y = add_rms_norm(self.update.view(-1, d), self.h.view(-1, d), weight, EPS)
+            self.h = h.view(self.h.shape)
+            return y.view(self.h.shape)
+        y = torch.empty_like(self.h)
+        add_rms_norm_(self.update.view(-1, d), self.h.view(-1, d), weight, y.view(-1, d), EPS)
+        return y
+
+
+def stack(layers: nn.ModuleList, caches: list[Tensor] | None, norms: list[Tensor], count: int):
+    """(make a stream, x) ↦ the stack's output."""
+
+    def run(make: Callable, x: Tensor) -> Tensor:
+        stream = make(x, norms=norms[:-1])
+        for i in range(count):
+            layer = layers[i % len(layers)]
+            cache = None if caches is None else caches[i % len(caches)]
+            stream.write(2 * i, layer.attend(stream.read(2 * i), cache))
+            stream.write(2 * i + 1, layer.mlp(stream.read(2 * i + 1)))
+        return stream.output(norms[-1])
+
+    return run
+
+
+def build(shape: Shape, device: str) -> tuple[nn.ModuleList, AttnRes, list[Tensor]]:
+    """Layers, the residual over depth with queries that weigh its sources unevenly, and the input norms' weights."""
+    dtype, kept = DTYPES[device], torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device(device):
+            layers = nn.ModuleList(Layer(shape) for _ in range(shape.own))
+    finally:
+        torch.set_default_dtype(kept)
+    sublayers = 2 * shape.layers
+    # One pass over few sources saves a read of them in both regimes; two phases from there on.
+    residual = AttnRes(shape.d, Schedule.block(sublayers, shape.block, one_pass_sources=0), eps=EPS, device=device,
+                       dtype=dtype)  # fmt: skip
+    with torch.no_grad():
+        residual.query.normal_(std=shape.d**-0.5)
+    return layers, residual, list(torch.ones(sublayers + 1, shape.d, device=device, dtype=dtype).unbind(0))
+
+
+def clock(run: Callable[[], object], device: str) -> float:
+    """Milliseconds of one run."""
+    if device == "cpu":
+        began = time.perf_counter()
+        run()
+        return (time.perf_counter() - began) * 1e3
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    run()
+    end.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(end)
+
+
+def rounds(runs: dict[str, Callable[[], object]], count: int, until: float, device: str) -> dict[str, list[float]]:
+    """Every run in turn, in alternating order, after one run each that is not counted."""
+    samples: dict[str, list[float]] = {name: [] for name in runs}
+    for r in range(count + 1):
+        if r > 1 and time.time() - START > until:
+            break
+        for name in list(runs)[:: 1 if r % 2 == 0 else -1]:
+            ms = clock(runs[name], device)
+            if r:
+                samples[name].append(ms)
+    return samples
+
+
+def report(part: str, shape: Shape, samples: dict[str, list[float]], goal: float, **more) -> dict:
+    ms = {name: median(x) for name, x in samples.items()}
+    paired = [b / a - 1 for a, b in zip(samples["standard"], samples["block"], strict=True)]
+    record = {"part": part, "shape": shape._asdict(), "ms": ms, "overhead": median(paired), "goal": goal,
+              "samples": samples, **more}  # fmt: skip
+    say(f"{part}: standard {ms['standard']:.3f} ms, block {ms['block']:.3f} ms, overhead {100 * median(paired):+.2f} % "
+        f"(goal {100 * goal:.0f} %)", more)  # fmt: skip
+    return record
+
+
+@torch.no_grad()
+def inference(part: str, shape: Shape, batch: int, tokens: int, context: int, args) -> dict:
+    """A decode step or a prefill."""
+    layers, residual, norms = build(shape, args.device)
+    x = torch.randn(batch, tokens, shape.d, device=args.device).to(DTYPES[args.device])
+    caches = None
+    if context:
+        size = (2, batch, shape.kv_heads, context, shape.width)
+        caches = [torch.randn(size, device=args.device).to(x.dtype) for _ in range(shape.own)]
+    forward = stack(layers, caches, norms, shape.layers)
+    state = InferenceState(residual.schedule, residual.reads(), batch * tokens)
+    made = {"standard": lambda x, norms: PlainStream(x.clone(), norms), "block": state}
+    runs, notes = {}, {"state_mib": state.nbytes / 2**20}
+    for name, make in made.items():
+        run = lambda make=make: forward(make, x)  # noqa: E731
+        if part == "decode" and args.device == "cuda":
+            run, why = captured(lambda run=run: run)
+            if why:
+                notes[f"{name} not captured"] = why
+        runs[name] = run
+    goal = {"decode": 0.02, "prefill": 0.01}[part]
+    return report(part, shape, rounds(runs, args.rounds, args.limit, args.device), goal, **notes)
+
+
+def training(shape: Shape, batch: int, tokens: int, args) -> dict:
+    """Forward and backward, as autograd launches them and in a CUDA graph."""
+    layers, residual, norms = build(shape, args.device)
+    x = torch.randn(batch, tokens, shape.d, device=args.device).to(DTYPES[args.device]).requires_grad_()
+    dy = torch.randn_like(x)
+    weights = [w.clone().requires_grad_() for w in norms]
+    forward = stack(layers, None, weights, shape.layers)
+    leaves = {"standard": [x, *weights, *layers.parameters()]}
+    leaves["block"] = [*leaves["standard"], *residual.parameters()]
+    makes = {"standard": lambda x, norms: PlainStream(x, norms), "block": residual}
+    runs = {name: lambda name=name: torch.autograd.grad(forward(makes[name], x), leaves[name], dy) for name in makes}
+    eager = report("training, eager", shape, rounds(runs, args.rounds, args.limit, args.device), 0.04)
+    if args.device == "cpu":
+        return eager
+    graphs, notes = {}, {}
+    for name, run in runs.items():
+        graphs[name], why = captured(lambda run=run: run)
+        if why:
+            notes[f"{name} not captured"] = why
+    graph = report("training", shape, rounds(graphs, args.rounds, args.limit, args.device), 0.04, **notes)
+    return {**graph, "eager": eager}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="*", default=[], help="decode, prefill, training; default all")
+    parser.add_argument("--out", type=Path, default=Path("out"))
+    parser.add_argument("--limit", type=float, default=150.0, help="seconds after which no further round begins")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--layers", type=int, help="of the inference stack, in place of 93")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cuda", "cpu"))
+    args = parser.parse_args()
+    parts = args.parts or ["decode", "training", "prefill"]
+    for name in parts:
+        if name not in ("decode", "prefill", "training"):
+            parser.error(f"part: found {name!r}, expected decode, prefill or training")
+    args.out.mkdir(parents=True, exist_ok=True)
+    tiny = args.device == "cpu"
+    inner = TINY if tiny else K3._replace(layers=args.layers or K3.layers)
+    work = {
+        "decode": lambda: inference("decode", inner, *((3, 1, 8) if tiny else (128, 1, 2048)), args),
+        "prefill": lambda: inference("prefill", inner, 1, 24 if tiny else 32768, 0, args),
+        "training": lambda: training(TINY if tiny else PAPER, 2, 8 if tiny else 4096, args),
+    }
+    torch.manual_seed(0)
+    device = torch.cuda.get_device_name() if args.device == "cuda" else "cpu"
+    result = {"device": device, "torch": torch.__version__, "records": []}
+    for part in parts:
+        if time.time() - START > args.limit:
+            say(f"time is up before {part}")
+            break
+        result["records"].append(work[part]())
+        (args.out / "depth_overhead.json").write_text(json.dumps(result, indent=1) + "\n")
+        if args.device == "cuda":
+            torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main()
