@@ -80,9 +80,11 @@ def check_one(job, device):
     return budgets
 
 
-def timed_call(case: str, N: int, device, dtype=HALF, tokens: int = 16384, H: int = 12, d: int = 64, mask=None):
-    """(call, do) of a timed case, drawn on the device."""
-    from tilewise import Mask
+def timed_call(
+    case: str, N: int, device, dtype=HALF, tokens: int = 16384, H: int = 12, d: int = 64, mask=None, **options
+):
+    """(call, do) of a timed case, drawn on the device; `options` are those of tilewise.Options."""
+    from tilewise import Mask, Options
     from tilewise.call import Call
     from tilewise.terms import flatten, lower
     from tilewise.testing import CASES
@@ -105,7 +107,9 @@ def timed_call(case: str, N: int, device, dtype=HALF, tokens: int = 16384, H: in
         arguments = made.arguments(x, s)
         terms, scale = arguments["terms"], arguments["scale"]
     content, ports = lower(x["q"], flatten(terms))
-    return Call(content, x["k"], x["v"], tuple(ports), mask or Mask(), scale, 0), torch.randn_like(x["q"])
+    return Call(content, x["k"], x["v"], tuple(ports), mask or Mask(), scale, 0, options=Options(**options)), (
+        torch.randn_like(x["q"])
+    )
 
 
 def passes_of(call, do):
@@ -117,8 +121,10 @@ def passes_of(call, do):
     lse = torch.empty(B, H, Tq, device=call.q.device)
     leaves = [call.q, call.k, call.v, *call.tensors]
     grads = [torch.empty_like(x) for x in leaves]
-    return (lambda: triton.forward(call, o, lse)), (
-        lambda: triton.backward(call, do, None, o, lse, [True] * len(leaves), grads)
+    count, dtype = triton.kept(call)
+    kept = torch.empty(count, dtype=dtype, device=call.q.device) if count else None
+    return (lambda: triton.forward(call, o, lse, kept)), (
+        lambda: triton.backward(call, do, None, o, lse, [True] * len(leaves), grads, kept)
     )
 
 

@@ -47,6 +47,16 @@ def compile_one(job):
         elif job[0] == "extra":
             for run in passes_of(*extra_call(*EXTRA[job[1]], "meta")):
                 run()
+        elif job[0] == "ablation":
+            from relative_ablations import ablated
+
+            with ablated(job[1]) as options:
+                for run in passes_of(*timed_call(job[2], job[3], "meta", **options)):
+                    run()
+        elif job[0] == "numerics":
+            from relative_numerics import compile_ours
+
+            compile_ours(*job[1:])
         elif job[0] == "tune":
             with replaced(job[1], job[3]):
                 run_variant(job[1], job[2], job[4], "meta")()

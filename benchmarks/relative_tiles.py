@@ -33,37 +33,16 @@ def variants(only):
     ]
 
 
-class replaced:
-    """Inside, the kernels of `what` use this tile shape."""
+def replaced(what: str, shape: tuple[int, ...]):
+    """Inside, the kernels of `what` use this tile shape, whatever the call."""
+    from tilewise.triton.config import MEASURED, using
 
-    def __init__(self, what: str, shape: tuple[int, ...]):
-        from tilewise.triton import gradients, passes
-        from tilewise.triton.config import Tiles
-
-        self.saved = []
-        original = gradients.backward_tiles
-        if what == "forward":
-            new = [(passes, "forward_tiles", lambda *a: Tiles(*shape))]
-        elif what in ("keys", "queries"):
-            keyed = what == "keys"
-            new = [(gradients, "backward_tiles", lambda *a: Tiles(*shape) if a[3] == keyed else original(*a))]
-        else:
-            new = [(module, f"{what}_tiles", lambda *a: shape) for module in (passes, gradients)]
-        for module, name, function in new:
-            self.saved.append((module, name, getattr(module, name)))
-            setattr(module, name, function)
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *error):
-        for module, name, function in self.saved:
-            setattr(module, name, function)
+    return using({key: ((0, shape),) for key in MEASURED if key[0] == what})
 
 
 def run_variant(what: str, case: str, N: int, device):
     """The pass in which a variant shows, as a closure."""
-    forward, backward = passes_of(*timed_call(case, N, device))
+    forward, backward = passes_of(*timed_call(case, N, device, skew="memory", projections="recompute"))
     return forward if what in ("forward", "projection") else backward
 
 

@@ -1,0 +1,175 @@
+"""What each idea of the relative kernels is worth: both passes without it, beside the whole, on one GPU.
+
+    python benchmarks/relative_ablations.py --out ablations.json [--lengths 512,2048,8192] [--seconds 150]
+
+* `all rows`: q and k are projected on the table row of every offset, not of those alone that unsaturated tiles reach.
+* `no saturated tiles`: every tile reads a projection; none is plain attention on shifted tiles.
+* `atomics`: partial sums of table gradients are added to the table by atomics, not by one writer in a fixed order.
+* `kept`, `recomputed`: projections kept for the backward, or made again in it.
+* `in device memory`, `in tile`: an identity map's projection made beforehand, or a tile at a time in the loops.
+
+Nothing of this is a switch of the product but the last four, which are tilewise.Options: here its methods are replaced.
+A backward that adds dQ by atomics in one pass is another kernel and not measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from relative_cases import passes_of, timed_call
+
+ABLATIONS = {
+    "whole": ("t5", "shaw", "deberta", "txl"),
+    "all rows": ("shaw", "deberta"),
+    "no saturated tiles": ("t5", "shaw", "deberta"),
+    "atomics": ("t5", "shaw", "deberta"),
+    "kept": ("shaw", "deberta"),
+    "recomputed": ("shaw", "deberta"),
+    "in device memory": ("txl",),
+    "in tile": ("txl",),
+}
+_OPTIONS = {
+    "kept": {"projections": "keep"},
+    "recomputed": {"projections": "recompute"},
+    "in device memory": {"skew": "memory"},
+    "in tile": {"skew": "shared"},
+}
+
+
+@contextmanager
+def ablated(name: str):
+    """Inside, the kernels run without what the ablation takes away; gives the options of the calls to make."""
+    from tilewise.triton import gradients, plan
+
+    replaced = []
+
+    def replace(owner, attribute, value):
+        replaced.append((owner, attribute, getattr(owner, attribute)))
+        setattr(owner, attribute, value)
+
+    if name == "all rows":
+
+        def everywhere(self, n, block):
+            keyed = self.ports[n].kind == "key"
+            rows, others = (self.Tk, self.Tq) if keyed else (self.Tq, self.Tk)
+            tile = block[::-1] if keyed else block
+            return plan.Geometry.make(rows, others, self.call.offset, -plan.FAR, plan.FAR, tile, keyed)
+
+        replace(plan.Facts, "projection", everywhere)
+        # The projection is larger than dS now: neither has room in the other.
+        replace(gradients._Backward, "in_place", lambda self: None)
+    elif name == "no saturated tiles":
+        replace(plan, "saturated", lambda *lengths: False)
+    elif name == "atomics":
+        from relative_atomics import table_by_atomics
+
+        replace(gradients._Backward, "_table", table_by_atomics)
+    try:
+        yield _OPTIONS.get(name, {})
+    finally:
+        for owner, attribute, value in reversed(replaced):
+            setattr(owner, attribute, value)
+
+
+def jobs(lengths):
+    return [("ablation", name, case, N) for N in lengths for name, cases in ABLATIONS.items() for case in cases]
+
+
+def results_of(call, do):
+    """O and every gradient of a call."""
+    from tilewise import triton
+
+    B, H, Tq, _ = call.q.shape
+    o = torch.empty(B, Tq, H, call.v.shape[3], dtype=call.q.dtype, device=call.q.device).transpose(1, 2)
+    lse = torch.empty(B, H, Tq, device=call.q.device)
+    leaves = [call.q, call.k, call.v, *call.tensors]
+    grads = [torch.empty_like(x) for x in leaves]
+    count, dtype = triton.kept(call)
+    kept = torch.empty(count, dtype=dtype, device=call.q.device) if count else None
+    triton.forward(call, o, lse, kept)
+    triton.backward(call, do, None, o, lse, [True] * len(leaves), grads, kept)
+    return [o, *grads]
+
+
+def peaks(call, do):
+    """MiB of each pass beside its inputs and results."""
+    found = []
+    for run in passes_of(call, do):
+        run()
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        run()
+        torch.cuda.synchronize()
+        found.append((torch.cuda.max_memory_allocated() - before) / 2**20)
+    return found
+
+
+def measure(lengths, seconds: float, rounds: int = 3, rep: int = 25):
+    from relative_kernels import graphed, steady
+
+    start, records = time.time(), []
+    for N in lengths:
+        for case in ("t5", "shaw", "deberta", "txl"):
+            items, facts, exact = {"forward": [], "backward": []}, {}, None
+            for name, cases in ABLATIONS.items():
+                if case not in cases:
+                    continue
+                if time.time() - start > seconds:
+                    print("stopped at the time limit", flush=True)
+                    return records
+                torch.manual_seed(0)
+                try:
+                    with ablated(name) as options:
+                        call, do = timed_call(case, N, "cuda", **options)
+                        first, again = results_of(call, do), results_of(call, do)
+                        exact = first if exact is None else exact
+                        far = max(
+                            ((a.double() - b.double()).norm() / b.double().norm()).item()
+                            for a, b in zip(first, exact, strict=True)
+                        )
+                        same = all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+                        facts[name] = (peaks(call, do), far, same)
+                        for pass_, run in zip(items, passes_of(call, do), strict=True):
+                            items[pass_].append((name, graphed(run)))
+                except Exception as error:
+                    print(f"{name} {case} N={N}: {type(error).__name__} {str(error)[-300:]}", flush=True)
+                    records.append(dict(ablation=name, case=case, n=N, error=f"{type(error).__name__}: {error}"[:500]))
+            for at, (pass_, runs) in enumerate(items.items()):
+                medians, samples = steady(runs, rounds, rep)
+                for name, ms in medians.items():
+                    peak, far, same = facts[name]
+                    records.append({
+                        "ablation": name, "case": case, "n": N, "pass": pass_, "ms": ms, "peak_mib": peak[at],
+                        "relative_to_whole": far, "repeatable": same, "samples": samples[name],
+                    })  # fmt: skip
+                shown = "; ".join(f"{n} {t:.3f} ms {facts[n][0][at]:.0f} MiB" for n, t in medians.items())
+                print(f"{pass_:8} {case} N={N}: {shown}", flush=True)
+            del items
+            torch.cuda.empty_cache()
+    return records
+
+
+def main():
+    from relative_kernels import precompile
+
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", default="relative_ablations.json")
+    parser.add_argument("--lengths", default="512,2048,8192")
+    parser.add_argument("--seconds", type=float, default=150, help="of measuring")
+    parser.add_argument("--compile-seconds", type=float, default=120)
+    arguments = parser.parse_args()
+    lengths = [int(n) for n in arguments.lengths.split(",")]
+    precompile(jobs(lengths), arguments.compile_seconds)
+    records = measure(lengths, arguments.seconds)
+    gpu = torch.cuda.get_device_properties(0).name
+    Path(arguments.out).write_text(json.dumps({"gpu": gpu, "torch": torch.__version__, "records": records}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,105 @@
+"""All evidence for the relative-position kernels on one GPU, most important first, each in a process of its own.
+
+    python benchmarks/relative_all.py OUT [--seconds 540] [--only check,time]
+
+OUT gets a JSON file and a log from each step; a step that fails or runs into its limit costs only itself. What is left
+of the total time is shared out in proportion to the steps' limits. A short table comes last.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+
+STEPS = {
+    "check": (90, "relative_kernels.py check --compile-seconds {compile} --out {json}"),
+    "time": (70, "relative_kernels.py time --lengths 128,256,512,2048,8192 --compile-seconds {compile} --out {json}"),
+    "numerics": (100, "relative_numerics.py --lengths 1024,4096,8192,16384 --compile-seconds {compile} "
+                      "--seconds {run} --out {json}"),
+    "ablations": (90, "relative_ablations.py --lengths 512,8192 --compile-seconds {compile} --seconds {run} "
+                      "--out {json}"),
+    "memcheck": (50, "relative_memcheck.py --seconds {run}"),
+    "racecheck": (50, "relative_memcheck.py --seconds {run}"),
+    "traffic": (60, "relative_traffic.py --seconds {run} --out {json}"),
+    "scaling": (30, "relative_scaling.py --compile-seconds {compile} --seconds {run} --out {json}"),
+}  # fmt: skip
+"""Step ↦ (seconds that it may take of 540, command). The sanitizer's two steps run the same program under it."""
+
+TAIL = 6
+
+
+def command(name: str, out: Path, limit: float, python: str = sys.executable) -> list[str]:
+    """The step's command line; half of its time goes to compiling where it compiles first."""
+    text = STEPS[name][1].format(json=out / f"relative_{name}.json", compile=int(limit * 0.45), run=int(limit * 0.5))
+    script, *arguments = text.split()
+    words = [python, str(HERE / script), *arguments]
+    if name in ("memcheck", "racecheck"):
+        return ["compute-sanitizer", "--tool", name, "--error-exitcode", "9", *words]
+    return words
+
+
+def run(name: str, out: Path, limit: float, words: list[str] | None = None) -> dict:
+    """Run a step; its processes end with it."""
+    log, start = out / f"relative_{name}.log", time.monotonic()
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"}
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(HERE.parent / "src"), os.environ.get("PYTHONPATH"))))
+    status: int | str
+    with open(log, "wb") as file:
+        try:
+            process = subprocess.Popen(
+                words or command(name, out, limit), stdout=file, stderr=subprocess.STDOUT, env=environment,
+                start_new_session=True,
+            )  # fmt: skip
+        except FileNotFoundError as error:
+            return {"step": name, "status": f"no {error.filename} here", "seconds": 0.0, "tail": []}
+        try:
+            status = process.wait(timeout=limit)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            status = f"stopped after {limit:.0f} s"
+    tail = log.read_text(errors="replace").splitlines()[-TAIL:]
+    return {"step": name, "status": status, "seconds": time.monotonic() - start, "tail": tail}
+
+
+def limits(names: list[str], left: float) -> dict[str, float]:
+    """Seconds of each step, in proportion to the shares."""
+    total = sum(STEPS[name][0] for name in names)
+    return {name: left * STEPS[name][0] / total for name in names}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--seconds", type=float, default=540)
+    parser.add_argument("--only", default=",".join(STEPS))
+    arguments = parser.parse_args()
+    names = arguments.only.split(",")
+    if unknown := [name for name in names if name not in STEPS]:
+        parser.error(f"--only has {unknown[0]!r}; expected some of {', '.join(STEPS)}")
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    end, done = time.monotonic() + arguments.seconds, []
+    for position, name in enumerate(names):
+        limit = limits(names[position:], end - time.monotonic())[name]
+        if limit < 2:
+            done.append({"step": name, "status": "no time left", "seconds": 0.0, "tail": []})
+            continue
+        print(f"== {name}, at most {limit:.0f} s", flush=True)
+        done.append(run(name, arguments.out, limit))
+        print("\n".join(f"   {line[:200]}" for line in done[-1]["tail"]), flush=True)
+        (arguments.out / "relative_all.json").write_text(json.dumps(done, indent=1))
+    print(f"{'step':<12}{'s':>6}  status")
+    for step in done:
+        print(f"{step['step']:<12}{step['seconds']:6.0f}  {step['status']}")
+
+
+if __name__ == "__main__":
+    main()

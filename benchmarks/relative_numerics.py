@@ -1,0 +1,171 @@
+"""Errors of every mechanism, dtype, pass and length against an fp64 oracle, with other systems' errors beside ours.
+
+    python benchmarks/relative_numerics.py --out numerics.json [--seconds 240] [--lengths 1024,4096,8192,16384]
+
+Each system runs in a process of its own, so that a crash costs its rows alone. One sequence, two heads × 64. A row has
+the relative L2 error of a tensor, its largest error, and what is allowed: twice what dense PyTorch errs in the same
+dtype plus rounding. `float32-tf32` sets PyTorch's own switch, for all systems and for what is allowed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "src"))
+
+from tilewise.bench.oracle import truth, verdict
+from tilewise.bench.peers import PEERS
+from tilewise.bench.relative import CASES as PUBLISHED
+from tilewise.bench.systems import SYSTEMS
+from tilewise.testing import CASES, Sizes
+
+DTYPES = ("float16", "bfloat16", "float32", "float32-tf32")
+COMMON = ("t5", "shaw", "deberta_v3", "transformer_xl")
+MECHANISMS = {**{name: PUBLISHED[name] for name in COMMON}, **{n: CASES[n] for n in ("alibi", "wavlm", "inkling")}}
+RUNS = {
+    "tilewise": tuple(MECHANISMS),
+    "eager": COMMON,
+    "sdpa-bias": ("t5", "shaw", "deberta_v3"),
+    "nemo-sdpa": ("transformer_xl",),
+    "flex": COMMON,
+    "flashdeberta": ("deberta_v3",),
+    "disentangled-flash": ("deberta_v3",),
+}
+"""System ↦ the mechanisms that it can express."""
+
+
+def inputs(case, sizes, dtype, device):
+    """(tensors by name, dO), as :mod:`tilewise.testing` scales them, drawn on the device."""
+    torch.manual_seed(0)
+    shape = (sizes.B, sizes.H, sizes.Tq, sizes.d)
+    deviation = {"q": sizes.d**-0.5 / case.scale(sizes.d), "k": 1.0, "v": 1.0}
+    x = {
+        name: (torch.randn(s, device=device) * deviation.get(name, 0.5)).to(dtype)
+        for name, s in {"q": shape, "k": shape, "v": shape, **case.shapes(sizes)}.items()
+    }
+    return x, torch.randn(shape, device=device).to(dtype)
+
+
+def rows_of(system, name, label, N, device, builders):
+    """One row a tensor of both passes."""
+    case, sizes = MECHANISMS[name], Sizes(1, 2, 2, N, N, 64, 64, None, published=True)
+    dtype = getattr(torch, label.partition("-")[0])
+    if device == "cuda":
+        torch.backends.cuda.matmul.fp32_precision = "tf32" if label.endswith("tf32") else "ieee"
+    x, upstream = inputs(case, sizes, dtype, device)
+    exact = truth(case, sizes, x, upstream)
+    leaves = {key: value.requires_grad_() for key, value in x.items()}
+    o = builders[system](case, sizes, leaves)()
+    grads = torch.autograd.grad(o, list(leaves.values()), upstream)
+    got = {"o": o, **{f"d{key}": g for key, g in zip(leaves, grads, strict=True)}}
+    for tensor, value in got.items():
+        found = verdict(value, exact.exact[tensor], exact.low_error[tensor])
+        yield dict(system=system, case=name, dtype=label, n=N, tensor=tensor,
+                   **{"pass": "forward" if tensor == "o" else "backward"}, **found)  # fmt: skip
+
+
+def compile_ours(name, label, N):
+    """Both passes of ours on tensors without memory, for :func:`relative_kernels.compile_one`."""
+    from relative_cases import passes_of
+
+    from tilewise import Mask, Options
+    from tilewise.call import Call
+    from tilewise.terms import flatten, lower
+
+    case, sizes = MECHANISMS[name], Sizes(1, 2, 2, N, N, 64, 64, None, published=True)
+    x, do = inputs(case, sizes, getattr(torch, label.partition("-")[0]), "meta")
+    content, ports = lower(x["q"], flatten(case.build(x, sizes)))
+    options = Options(fp32="tf32" if label.endswith("tf32") else "ieee")
+    call = Call(content, x["k"], x["v"], tuple(ports), Mask(), case.scale(64), 0, options=options)
+    for run in passes_of(call, do):
+        run()
+
+
+def child(system, lengths, dtypes, device):
+    """Print one JSON line a row, shortest sequences first."""
+    builders = {**SYSTEMS, **PEERS}
+    if device == "cpu":
+        builders["tilewise"] = SYSTEMS["tilewise-blocked"]
+    for N in lengths:
+        for name in RUNS[system]:
+            for label in dtypes:
+                try:
+                    for row in rows_of(system, name, label, N, device, builders):
+                        print(json.dumps(row), flush=True)
+                except Exception as error:
+                    text = f"{type(error).__name__}: {error}"[:300]
+                    print(json.dumps(dict(system=system, case=name, dtype=label, n=N, error_text=text)), flush=True)
+                    if isinstance(error, torch.AcceleratorError):
+                        raise
+                if device == "cuda":
+                    torch.cuda.empty_cache()
+
+
+def table(rows) -> list[str]:
+    """The worst relative error by mechanism, dtype, pass and system, and the share of ours within what is allowed."""
+    lines = []
+    keys = sorted({(r["case"], r["dtype"], r["pass"], r["n"]) for r in rows if "pass" in r})
+    for case, dtype, pass_, n in keys:
+        mine = [r for r in rows if (r["case"], r["dtype"], r.get("pass"), r["n"]) == (case, dtype, pass_, n)]
+        worst = {}
+        for r in mine:
+            worst[r["system"]] = max(worst.get(r["system"], 0.0), r["relative"])
+        missed = sum(not (r["budget"] and r["published"]) for r in mine if r["system"] == "tilewise")
+        shown = ", ".join(f"{system} {error:.1e}" for system, error in worst.items())
+        lines.append(f"{case:<15}{dtype:<13}{pass_:<9}{n:>6}  {shown}{f'  MISSED {missed}' if missed else ''}")
+    return lines
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", default="relative_numerics.json")
+    parser.add_argument("--lengths", default="1024,4096,8192,16384")
+    parser.add_argument("--dtypes", default=",".join(DTYPES))
+    parser.add_argument("--systems", default=",".join(RUNS))
+    parser.add_argument("--seconds", type=float, default=240)
+    parser.add_argument("--compile-seconds", type=float, default=120)
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    lengths, dtypes = [int(n) for n in arguments.lengths.split(",")], arguments.dtypes.split(",")
+    if arguments.child:
+        return child(arguments.child, lengths, dtypes, arguments.device)
+    if arguments.device == "cuda":
+        from relative_kernels import precompile
+
+        jobs = [("numerics", name, label, N) for N in lengths for name in MECHANISMS for label in dtypes]
+        precompile(jobs, arguments.compile_seconds)
+    end, rows = time.time() + arguments.seconds, []
+    chosen = arguments.systems.split(",")
+    for position, system in enumerate(chosen):
+        # Ours first, with half of the time; what it leaves goes to the others in equal shares.
+        share = 0.5 if position == 0 else 1.0 / (len(chosen) - position)
+        limit = max(5.0, share * (end - time.time()))
+        command = [sys.executable, __file__, "--child", system, "--lengths", arguments.lengths, "--dtypes",
+                   arguments.dtypes, "--device", arguments.device]  # fmt: skip
+        try:
+            done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=limit)
+            out, how = done.stdout, f"exit status {done.returncode}"
+        except subprocess.TimeoutExpired as error:
+            out, how = (error.stdout or b"").decode(), f"stopped after {limit:.0f} s"
+        lines = [line for line in out.splitlines() if line.startswith("{") and line.endswith("}")]
+        rows += [json.loads(line) for line in lines]
+        print(f"{system}: {len(lines)} rows, {how}", flush=True)
+        for line in {r["error_text"] for r in rows if r["system"] == system and "error_text" in r}:
+            print(f"  {line}", flush=True)
+    print("\n".join(table(rows)), flush=True)
+    gpu = torch.cuda.get_device_properties(0).name if arguments.device == "cuda" else "cpu"
+    Path(arguments.out).write_text(json.dumps({"gpu": gpu, "torch": torch.__version__, "rows": rows}))
+    if not rows or any(r["system"] == "tilewise" and not (r.get("budget") and r.get("published")) for r in rows):
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,223 @@
+"""The kernels of one call in launch order, with the bytes that each moves in device memory and the fewest possible.
+
+    python benchmarks/relative_traffic.py --out traffic.json [--calls shaw:8192:forward,…] [--seconds 120]
+
+Each call runs once under Nsight Compute (`ncu`) with its hardware counters, in a process of its own; clocks stay as
+they are. The fewest bytes are counted from what the host hands to each kernel: every row that it needs once, every
+result once, of skewed buffers the windows alone. What an L2 cache keeps from one kernel to the next can make fewer still.
+`--csv FILE` makes the table from a saved output of ncu instead.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+from relative_cases import passes_of, timed_call
+
+READ, WRITTEN, TIME = "dram__bytes_read.sum", "dram__bytes_write.sum", "gpu__time_duration.sum"
+CALLS = tuple(f"{case}:{N}:{p}" for N in (8192, 512) for case in ("t5", "shaw", "deberta", "txl")
+              for p in ("forward", "backward"))  # fmt: skip
+
+
+def parse(text: str) -> list[dict]:
+    """Kernels in launch order from ncu's `--csv --page raw --print-units base`: name, bytes read and written, µs.
+
+    Raises:
+        ValueError: there is no table, or a counter is missing in it (`n/a`: the counters could not be read).
+    """
+    lines = [line for line in text.splitlines() if line.startswith('"')]
+    rows = list(csv.reader(lines))
+    if len(rows) < 3 or "Kernel Name" not in rows[0]:
+        raise ValueError(f"no table of ncu in {text[-300:]!r}")
+    header, units = rows[0], dict(zip(rows[0], rows[1], strict=True))
+    missing = [name for name in (READ, WRITTEN, TIME) if name not in header]
+    if missing:
+        raise ValueError(f"the table has no {', '.join(missing)}; it has {', '.join(header[-6:])}")
+    factor = {"": 1, "byte": 1, "Kbyte": 1e3, "Mbyte": 1e6, "Gbyte": 1e9, "ns": 1e-3, "us": 1, "usecond": 1, "ms": 1e3,
+              "nsecond": 1e-3, "msecond": 1e3}  # fmt: skip
+    found = []
+    for values in rows[2:]:
+        row = dict(zip(header, values, strict=True))
+        number = lambda name: float(row[name].replace(",", "")) * factor[units[name]]  # noqa: B023, E731
+        found.append(
+            {"kernel": row["Kernel Name"], "read": number(READ), "written": number(WRITTEN), "us": number(TIME)}
+        )
+    return found
+
+
+def _size(x, share: float = 1.0) -> float:
+    return x.numel() * x.element_size() * share
+
+
+def _key(x) -> int:
+    return x.untyped_storage()._cdata
+
+
+def _window(a: dict, itemsize: int) -> float:
+    """Bytes of a skewed buffer's windows, for the rows, heads and batch of a launch."""
+    WM, WN, total = a["WM"], a["WN"], 0
+    whole = -(-a["others"] // WN) * WN
+    for first in range(0, a["rows"], WM):
+        low = min(max((first + a["offset"] - a["ahead"] + 1) // WN * WN, 0), whole)
+        high = min(max(-(-(first + WM - 1 + a["offset"] + a["behind"]) // WN) * WN, low), whole)
+        total += (high - low) * min(WM, a["rows"] - first)
+    return total * itemsize * a["heads"] * a["B"]
+
+
+def fewest(kernel: str, a: dict, windows: dict[int, float]) -> tuple[float, float]:
+    """(read, written) bytes that a launch with these arguments cannot do without; notes windows of skewed buffers."""
+    share = a["heads"] / a["H"] if "heads" in a else 1.0
+    terms = [windows.get(_key(t.z), _size(t.z)) for name in ("terms", "values") for t in a.get(name, ())
+             if hasattr(t, "z")]  # fmt: skip
+    rows = lambda *names: sum(_size(a[n].base if hasattr(a[n], "base") else a[n], share) for n in names)  # noqa: E731
+    if kernel == "toeplitz":
+        return 0.0, _size(a["slab"])
+    if kernel == "expand":
+        return _size(a["table"]), _size(a["out"])
+    if kernel == "prepare":
+        shifts = [x for flag, x in (("SHIFT_Q", "qx"), ("SHIFT_K", "kx"), ("SHIFT_V", "vx")) if a[flag]]
+        sources = [x[0] for x in shifts]
+        grads = ["g", "o", "lse"] if a["GRADS"] else []
+        return sum(_size(a[n]) for n in (*sources, *grads)), sum(_size(a[n]) for n in shifts) + (
+            _size(a["stats"]) if grads else 0.0
+        )
+    if kernel == "project":
+        windows[_key(a["z"])] = written = _window(a, a["z"].element_size())
+        return rows("x") + _size(a["table"]), written
+    if kernel in ("attend", "probabilities", "grad_key", "grad_query"):
+        names = {"attend": "q k v", "probabilities": "q k", "grad_key": "q k v g", "grad_query": "q k v g"}[kernel]
+        extra = [x for flag, x in (("SHIFT_Q", "qx"), ("SHIFT_K", "kx"), ("SHIFT_V", "vx")) if a.get(flag)]
+        read = rows(*names.split(), *extra) + sum(terms)
+        written = {"attend": ["o", "lse"], "probabilities": [], "grad_key": ["dk", "dv"], "grad_query": ["dq"]}[kernel]
+        stored = 0.0
+        if kernel == "probabilities" or a.get("STORE"):
+            others = {"WM": a["UNIT"], "WN": a["UNIT"], "heads": a["heads"], "B": a["B"]}
+            keyed = kernel == "grad_key"
+            band = (-a["offset"], -a["lo"], a["hi"]) if keyed else (a["offset"], a["hi"], -a["lo"])
+            sizes = (a["Tk"], a["Tq"]) if keyed else (a["Tq"], a["Tk"])
+            named = dict(zip(("offset", "ahead", "behind", "rows", "others"), (*band, *sizes), strict=True))
+            stored = windows[_key(a["out"].z)] = _window({**others, **named}, a["out"].z.element_size())
+        if "stats" in a:
+            read += _size(a["stats"], share)
+        return read, rows(*written) + stored
+    if kernel == "attend_linear":
+        left = 0.0 if a["w"].base is a["q"].base else rows("w")
+        return rows("q", "k", "v") + left + _size(a["p"].base), rows("o", "lse")
+    if kernel == "fold":
+        return windows.get(_key(a["dz"]), 0.0) + (rows("acc") if a["ACC"] else 0.0) + _size(a["table"]), rows("out")
+    if kernel == "collect":
+        return windows.get(_key(a["dz"]), 0.0) + (0.0 if a["SCALAR"] and not a["GATED"] else rows("x")), _size(a["out"])
+    if kernel == "reduce":
+        read = _size(a["parts"], share) if a["PARTS"] else 0.0 if a["ENDS"] else _size(a["partial"])
+        return read, 0.0 if a["ENDS"] else rows("grad")
+    return 0.0, 0.0
+
+
+def planned(call, do, pass_: str) -> list[dict]:
+    """The Triton launches of a pass in order, with the fewest bytes of each; nothing runs."""
+    from tilewise.triton.launch import launcher
+
+    found, windows = [], {}
+
+    def note(kernel, grid, *args, **meta):
+        named = dict(zip(kernel.arg_names, args, strict=False)) | meta
+        read, written = fewest(kernel.__name__, named, windows)
+        found.append({"kernel": kernel.__name__, "fewest_read": read, "fewest_written": written})
+
+    runs = dict(zip(("forward", "backward"), passes_of(call, do), strict=True))
+    launcher.append(note)
+    try:
+        runs[pass_]()
+    finally:
+        launcher.pop()
+    return found
+
+
+def joined(measured: list[dict], plan: list[dict]) -> list[dict]:
+    """Measured kernels with the plan's counts, launch by launch; PyTorch's own kernels have none.
+
+    Raises:
+        ValueError: the kernels of the plan are not those that ran, in their order.
+    """
+    rest, rows = list(plan), []
+    for row in measured:
+        if rest and row["kernel"] == rest[0]["kernel"]:
+            row = {**row, **rest.pop(0)}
+        rows.append(row)
+    if rest:
+        raise ValueError(f"planned {rest[0]['kernel']}, which did not run; ran {[r['kernel'] for r in measured]}")
+    return rows
+
+
+def table(name: str, rows: list[dict]) -> list[str]:
+    """Lines of a table in MiB and µs, with the sums last."""
+    lines = [f"{name:<34}{'µs':>8}{'read':>9}{'fewest':>9}{'written':>9}{'fewest':>9}  MiB"]
+    keys = ("us", "read", "fewest_read", "written", "fewest_written")
+    total = {"kernel": "all", **{key: sum(row.get(key, 0.0) for row in rows) for key in keys}}
+    for row in (*rows, total):
+        cells = [f"{row['us']:8.1f}"]
+        cells += [f"{row[key] / 2**20:9.1f}" if key in row else f"{'':9}" for key in keys[1:]]
+        lines.append(f"{row['kernel'][:33]:<34}{''.join(cells)}")
+    return lines
+
+
+def child(call: str):
+    """Run a pass twice, the second time with the profiler on."""
+    case, N, pass_ = call.split(":")
+    runs = dict(zip(("forward", "backward"), passes_of(*timed_call(case, int(N), "cuda")), strict=True))
+    runs["forward"]()
+    runs[pass_]()
+    torch.cuda.synchronize()
+    torch.cuda.cudart().cudaProfilerStart()
+    runs[pass_]()
+    torch.cuda.synchronize()
+    torch.cuda.cudart().cudaProfilerStop()
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", default="relative_traffic.json")
+    parser.add_argument("--calls", default=",".join(CALLS))
+    parser.add_argument("--seconds", type=float, default=120)
+    parser.add_argument("--csv", help="a saved output of ncu for the first call")
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.child:
+        return child(arguments.child)
+    end, results = time.time() + arguments.seconds, []
+    for name in arguments.calls.split(","):
+        case, N, pass_ = name.split(":")
+        command = [
+            "ncu", "--profile-from-start", "off", "--clock-control", "none", "--csv", "--page", "raw", "--print-units",
+            "base", "--metrics", f"{READ},{WRITTEN},{TIME}", sys.executable, __file__, "--child", name,
+        ]  # fmt: skip
+        try:
+            if arguments.csv:
+                text = Path(arguments.csv).read_text()
+            else:
+                limit = max(5.0, end - time.time())
+                text = subprocess.run(command, capture_output=True, text=True, timeout=limit).stdout
+            plan = planned(*timed_call(case, int(N), "meta"), pass_)
+            rows = joined(parse(text), plan)
+        except (ValueError, subprocess.TimeoutExpired, FileNotFoundError) as error:
+            print(f"{name}: {type(error).__name__}: {str(error)[:400]}", flush=True)
+            results.append({"call": name, "error": str(error)[:1000]})
+        else:
+            print("\n".join(table(name, rows)), flush=True)
+            results.append({"call": name, "kernels": rows})
+        Path(arguments.out).write_text(json.dumps(results, indent=1))
+        if time.time() > end or arguments.csv:
+            break
+    if not any("kernels" in r for r in results):
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

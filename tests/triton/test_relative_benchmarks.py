@@ -1,0 +1,92 @@
+"""The evidence scripts without a GPU: what a step may take, and that one failure costs one step."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+import relative_ablations as ablations
+import relative_all
+from relative_cases import passes_of, timed_call
+from relative_memcheck import JOBS
+from relative_tiles import VARIANTS, replaced, variants
+
+from tilewise.triton import plan
+from tilewise.triton.config import forward_tiles
+from tilewise.triton.launch import launcher
+from tilewise.triton.tuned import shape_error
+
+
+def test_time_goes_to_the_steps_that_are_left():
+    every = relative_all.limits(list(relative_all.STEPS), 540)
+    assert sum(every.values()) == pytest.approx(540)
+    assert relative_all.limits(["memcheck", "racecheck"], 100) == {"memcheck": 50.0, "racecheck": 50.0}
+
+
+def test_every_command_names_a_script_and_options_that_it_has(tmp_path):
+    for name in relative_all.STEPS:
+        words = relative_all.command(name, tmp_path, 60.0)
+        script = next(word for word in words if word.endswith(".py"))
+        text = Path(script).read_text()
+        for word in words[words.index(script) :]:
+            assert not word.startswith("--") or f'"{word}"' in text, (name, word)
+        assert (words[0] == "compute-sanitizer") == (name in ("memcheck", "racecheck"))
+
+
+def test_a_step_that_fails_or_hangs_costs_itself(tmp_path):
+    failed = relative_all.run("check", tmp_path, 60.0, [sys.executable, "-c", "print('last words'); exit(4)"])
+    assert (failed["status"], failed["tail"]) == (4, ["last words"])
+    hung = relative_all.run("time", tmp_path, 0.2, [sys.executable, "-c", "import time; time.sleep(600)"])
+    assert hung["status"] == "stopped after 0 s"
+    missing = relative_all.run("traffic", tmp_path, 5.0, ["/nowhere/ncu"])
+    assert missing["status"] == "no /nowhere/ncu here"
+
+
+@pytest.fixture
+def noted():
+    started = []
+    launcher.append(lambda kernel, grid, *args, **meta: started.append((kernel.__name__, args, meta)))
+    yield started
+    launcher.pop()
+
+
+def peak_of(name, case, noted):
+    """Elements of all skewed buffers written in a call of an ablation, and the kernels that it starts."""
+    noted.clear()
+    with ablations.ablated(name) as options:
+        for run in passes_of(*timed_call(case, 1024, "meta", H=2, **options)):
+            run()
+    return [kernel for kernel, _, _ in noted], max(a[2].numel() for k, a, _ in noted if k == "project")
+
+
+def test_ablations_take_away_what_they_say(noted):
+    whole, narrow = peak_of("whole", "shaw", noted)
+    rows, wide = peak_of("all rows", "shaw", noted)
+    assert rows == whole
+    assert wide > 4 * narrow
+    plain, everything = peak_of("no saturated tiles", "shaw", noted)
+    assert everything == wide
+    assert plain.count("reduce") == whole.count("reduce") - 1
+    atomic, _ = peak_of("atomics", "shaw", noted)
+    assert "add_rows" in atomic
+    assert "collect" not in atomic
+    kept, _ = peak_of("kept", "shaw", noted)
+    assert (whole.count("project"), kept.count("project")) == (2, 1)
+    # Afterwards everything is as before.
+    assert peak_of("whole", "shaw", noted) == (whole, narrow)
+
+
+def test_shapes_that_are_tried_are_legal():
+    kinds = {"none": "plain", "t5": "scalar", "shaw": "query", "deberta": "key", "txl": "identity"}
+    for what, case, shape in variants(tuple(kinds)):
+        assert shape_error(what, "" if what == "fold" else kinds[case], shape) is None, (what, case, shape)
+    with replaced("forward", (64, 128, 4, 3, 3)):
+        assert forward_tiles(64, 2, 512, "key", plan.limits_of(torch.device("cpu"))).keys == 128
+    assert set(VARIANTS) == {"forward", "keys", "queries", "projection", "fold"}
+
+
+def test_memory_checks_meet_ragged_edges_and_shared_tiles():
+    assert all(s.Tq % 64 for _, _, _, s, _ in JOBS)
+    assert any(s.B >= 4 and s.Tq <= 256 for _, _, _, s, _ in JOBS)
