@@ -252,9 +252,9 @@ def attend_band(q, w, x, k, v, a, cr, ends, o, lse, rule, ranges, c, H, G, HA, H
         else:
             mbarrier.wait(abars.index(0), u & 1)
             g = warpgroup_mma(ws, rows_a.permute((1, 0)), zero, use_acc=False, is_async=True)
-            s = warpgroup_mma(qs, keys, zero, use_acc=False, is_async=True)
-            g, acc = warpgroup_mma_wait(1, deps=[g, acc])
+            g, acc = warpgroup_mma_wait(0, deps=[g, acc])
             here = to_half(g)
+            s = warpgroup_mma(qs, keys, zero, use_acc=False, is_async=True)
         # Every warp is done with the tile before this one, whose slot is free, and with this tile's products but S.
         barrier()
         later = u + STAGES - 1

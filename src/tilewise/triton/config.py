@@ -15,6 +15,10 @@ __all__ = [
     "MEASURED", "Limits", "Tiles", "backward_tiles", "fold_tiles", "forward_tiles", "projection_tiles", "using",
 ]  # fmt: skip
 
+SKEW_IN_REGISTERS = False
+"""Whether calls that leave the skew to the kernels take the Hopper kernels that do it in registers (:mod:`.band`,
+:mod:`.linear_backward`): not before those have been checked on a GPU."""
+
 
 @dataclass(frozen=True)
 class Tiles:

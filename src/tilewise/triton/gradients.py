@@ -9,6 +9,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..call import Call
+from . import config
 from .config import Tiles, backward_tiles, fold_tiles, projection_tiles
 from .core_gradients import grad_key, grad_query
 from .fold import collect, reduce
@@ -26,8 +27,16 @@ def backward(
     kept: Tensor | None = None,
 ):  # fmt: skip
     """See :func:`tilewise.triton.backward`."""
-    if any(need):
-        _Backward(call, do, dlse, o, lse, need, grads, kept).run()
+    if not any(need):
+        return
+    if config.SKEW_IN_REGISTERS and kept is None and call.options.skew == "auto":
+        layout = Layout(call)
+        if layout.limits.hopper:
+            from . import linear_backward
+
+            if not linear_backward.unsuited(layout):
+                return linear_backward.backward(call, do, dlse, o, lse, need, grads)
+    _Backward(call, do, dlse, o, lse, need, grads, kept).run()
 
 
 class _Backward:

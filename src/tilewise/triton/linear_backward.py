@@ -92,7 +92,8 @@ def unsuited(L: Layout) -> list[str]:
     """Why the call must take the portable kernels; empty where these run it."""
     if len(L.ports) != 1 or L.ports[0].kind != "query" or L.ports[0].rows.kind != "identity":
         return ["the terms are not one identity-mapped OnQuery"]
-    return misfits(L)
+    # At 128 the pass over queries needs more registers than there are.
+    return misfits(L) + ([f"the width is {L.d}; it takes 64"] if L.d != 64 else [])
 
 
 def backward(

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ..call import Call, Unsupported
+from . import config
 from .config import Tiles, backward_tiles, fold_tiles, projection_tiles
 from .core import attend, probabilities
 from .fold import fold
@@ -21,6 +22,11 @@ def forward(call: Call, o: Tensor, lse: Tensor, kept: Tensor | None = None) -> N
     """See :func:`tilewise.triton.forward`."""
     L = Layout(call, kept)
     skew = call.options.skew
+    if config.SKEW_IN_REGISTERS and kept is None and skew == "auto" and L.limits.hopper:
+        from . import band
+
+        if not band.unsuited(L):
+            return band.forward(L, o, lse)
     if kept is None and skew != "memory" and (skew == "shared" or (L.kind == "identity" and L.limits.hopper)):
         from . import linear
 
