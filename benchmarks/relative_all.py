@@ -20,16 +20,16 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 
 STEPS = {
-    "check": (90, "relative_kernels.py check --compile-seconds {compile} --out {json}"),
-    "time": (70, "relative_kernels.py time --lengths 128,256,512,2048,8192 --compile-seconds {compile} --out {json}"),
-    "numerics": (100, "relative_numerics.py --lengths 1024,4096,8192,16384 --compile-seconds {compile} "
+    "check": (130, "relative_kernels.py check --compile-seconds {compile} --out {json}"),
+    "time": (90, "relative_kernels.py time --lengths 128,256,512,2048,8192 --compile-seconds {compile} --out {json}"),
+    "numerics": (110, "relative_numerics.py --lengths 1024,4096,8192,16384 --compile-seconds {compile} "
                       "--seconds {run} --out {json}"),
-    "ablations": (90, "relative_ablations.py --lengths 512,8192 --compile-seconds {compile} --seconds {run} "
+    "ablations": (80, "relative_ablations.py --lengths 512,8192 --compile-seconds {compile} --seconds {run} "
                       "--out {json}"),
-    "memcheck": (50, "relative_memcheck.py --seconds {run}"),
-    "racecheck": (50, "relative_memcheck.py --seconds {run}"),
-    "traffic": (60, "relative_traffic.py --seconds {run} --out {json}"),
-    "scaling": (30, "relative_scaling.py --compile-seconds {compile} --seconds {run} --out {json}"),
+    "memcheck": (40, "relative_memcheck.py --seconds {run}"),
+    "racecheck": (40, "relative_memcheck.py --seconds {run}"),
+    "traffic": (30, "relative_traffic.py --seconds {run} --out {json}"),
+    "scaling": (20, "relative_scaling.py --compile-seconds {compile} --seconds {run} --out {json}"),
 }  # fmt: skip
 """Step ↦ (seconds that it may take of 540, command). The sanitizer's two steps run the same program under it."""
 
@@ -37,8 +37,8 @@ TAIL = 6
 
 
 def command(name: str, out: Path, limit: float, python: str = sys.executable) -> list[str]:
-    """The step's command line; half of its time goes to compiling where it compiles first."""
-    text = STEPS[name][1].format(json=out / f"relative_{name}.json", compile=int(limit * 0.45), run=int(limit * 0.5))
+    """The step's command line; where it compiles first, that may take the larger part of its time."""
+    text = STEPS[name][1].format(json=out / f"relative_{name}.json", compile=int(limit * 0.55), run=int(limit * 0.4))
     script, *arguments = text.split()
     words = [python, str(HERE / script), *arguments]
     if name in ("memcheck", "racecheck"):

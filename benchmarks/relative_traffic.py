@@ -4,7 +4,7 @@
 
 Each call runs once under Nsight Compute (`ncu`) with its hardware counters, in a process of its own; clocks stay as
 they are. The fewest bytes are counted from what the host hands to each kernel: every row that it needs once, every
-result once, of skewed buffers the windows alone. What an L2 cache keeps from one kernel to the next can make fewer still.
+result once, of skewed buffers the windows alone. What an L2 cache keeps from one kernel to the next can be fewer still.
 `--csv FILE` makes the table from a saved output of ncu instead.
 """
 
