@@ -6,7 +6,7 @@
 * `no saturated tiles`: every tile reads a projection; none is plain attention on shifted tiles.
 * `atomics`: partial sums of table gradients are added to the table by atomics, not by one writer in a fixed order.
 * `kept`, `recomputed`: projections kept for the backward, or made again in it.
-* `in device memory`, `in tile`: an identity map's projection made beforehand, or a tile at a time in the loops.
+* `in device memory`, `in tile`: projections made beforehand, or a tile at a time in the loops (Hopper).
 
 Nothing of this is a switch of the product but the last four, which are tilewise.Options: here its methods are replaced.
 A backward that adds dQ by atomics in one pass is another kernel and not measured.
@@ -30,13 +30,13 @@ ABLATIONS = {
     "atomics": ("t5", "shaw", "deberta"),
     "kept": ("shaw", "deberta"),
     "recomputed": ("shaw", "deberta"),
-    "in device memory": ("txl",),
-    "in tile": ("txl",),
+    "in device memory": ("shaw", "deberta", "txl"),
+    "in tile": ("shaw", "deberta", "txl"),
 }
 _OPTIONS = {
     "kept": {"projections": "keep"},
     "recomputed": {"projections": "recompute"},
-    "in device memory": {"skew": "memory"},
+    "in device memory": {"skew": "memory", "projections": "recompute"},
     "in tile": {"skew": "shared"},
 }
 
@@ -44,7 +44,7 @@ _OPTIONS = {
 @contextmanager
 def ablated(name: str):
     """Inside, the kernels run without what the ablation takes away; gives the options of the calls to make."""
-    from tilewise.triton import gradients, plan
+    from tilewise.triton import config, gradients, plan
 
     replaced = []
 
@@ -69,6 +69,8 @@ def ablated(name: str):
         from relative_atomics import table_by_atomics
 
         replace(gradients._Backward, "_table", table_by_atomics)
+    elif name == "in tile":
+        replace(config, "SKEW_IN_REGISTERS", True)
     try:
         yield _OPTIONS.get(name, {})
     finally:

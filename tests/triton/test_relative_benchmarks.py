@@ -74,6 +74,11 @@ def test_ablations_take_away_what_they_say(noted):
     assert "collect" not in atomic
     kept, _ = peak_of("kept", "shaw", noted)
     assert (whole.count("project"), kept.count("project")) == (2, 1)
+    noted.clear()
+    with ablations.ablated("in tile") as options:
+        for run in passes_of(*timed_call("shaw", 1024, "meta", H=2, **options)):
+            run()
+    assert next(kernel for kernel, _, _ in noted if kernel.startswith("attend")) == "attend_band"
     # Afterwards everything is as before.
     assert peak_of("whole", "shaw", noted) == (whole, narrow)
 

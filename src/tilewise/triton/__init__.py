@@ -48,14 +48,14 @@ def why_not(call: Call) -> list[str]:
 
 def _unshared(call: Call) -> list[str]:
     """Why the skew cannot be in shared memory."""
-    from . import linear
+    from .passes import in_shared_memory
 
     if call.options.projections == "keep":
         return ["options.skew is 'shared', where no projection is made that options.projections could 'keep'"]
     if torch.compiler.is_compiling():
         # Where the tensors lie is known when the call runs, and checked there.
         return []
-    return [f"options.skew is 'shared', but {reason}" for reason in linear.unsuited(Layout(call))]
+    return [f"options.skew is 'shared', but {reason}" for reason in in_shared_memory(Layout(call))[1]]
 
 
 def kept(call: Call) -> tuple[int, torch.dtype]:

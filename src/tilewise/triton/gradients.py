@@ -29,7 +29,7 @@ def backward(
     """See :func:`tilewise.triton.backward`."""
     if not any(need):
         return
-    if config.SKEW_IN_REGISTERS and kept is None and call.options.skew == "auto":
+    if config.SKEW_IN_REGISTERS and kept is None and call.options.skew != "memory":
         layout = Layout(call)
         if layout.limits.hopper:
             from . import linear_backward

@@ -15,27 +15,20 @@ from .masks import BLOCK
 from .plan import MOST, Buffer, Layout, Source, fitted, padded
 from .project import prepare
 
-__all__ = ["fold_rows", "forward", "prepare_rows", "project_scores", "shifted", "store_probabilities", "terms_of"]
+__all__ = [
+    "fold_rows", "forward", "in_shared_memory", "prepare_rows", "project_scores", "shifted", "store_probabilities",
+    "terms_of",
+]  # fmt: skip
 
 
 def forward(call: Call, o: Tensor, lse: Tensor, kept: Tensor | None = None) -> None:
     """See :func:`tilewise.triton.forward`."""
     L = Layout(call, kept)
-    skew = call.options.skew
-    if config.SKEW_IN_REGISTERS and kept is None and skew == "auto" and L.limits.hopper:
-        from . import band
-
-        if not band.unsuited(L):
-            return band.forward(L, o, lse)
-    if kept is None and skew != "memory" and (skew == "shared" or (L.kind == "identity" and L.limits.hopper)):
-        from . import linear
-
-        reasons = linear.unsuited(L)
-        if call.scale < 0.0:
-            reasons.append(f"scale is {call.scale}; it takes scales ≥ 0")
-        if not reasons:
-            return linear.forward(L, o, lse)
-        if skew == "shared":
+    if kept is None and (call.options.skew == "shared" or (call.options.skew == "auto" and L.limits.hopper)):
+        module, reasons = in_shared_memory(L)
+        if module is not None:
+            return module.forward(L, o, lse)
+        if call.options.skew == "shared":
             raise Unsupported(f"options.skew='shared' cannot run this call: {'; '.join(reasons)}; 'memory' runs it")
     tiles = L.forward_tiles()
     qtables, vtables = L.shifting("key"), L.shifting("value")
@@ -68,6 +61,22 @@ def forward(call: Call, o: Tensor, lse: Tensor, kept: Tensor | None = None) -> N
         )  # fmt: skip
     if L.values:
         _fold_values(L, out, o, lse, shape, tma)
+
+
+def in_shared_memory(L: Layout):
+    """(the module whose forward makes the projections of a call in its loops, why none does)."""
+    from . import linear
+
+    reasons = linear.unsuited(L)
+    if L.call.scale < 0.0:
+        reasons.append(f"scale is {L.call.scale}; it takes scales ≥ 0")
+    if config.SKEW_IN_REGISTERS:
+        from . import band
+
+        reasons = band.unsuited(L)
+        if not reasons:
+            return band, []
+    return (None, reasons) if reasons else (linear, [])
 
 
 def shifted(L: Layout, x: Source, wanted: bool) -> Source:
