@@ -37,3 +37,31 @@ def test_a_mistake_shows():
     found = lines("modelled.py", *(f"broken:{name}" for name in BROKEN))
     assert len(found) == len(BROKEN)
     assert [line["name"] for line in found if not line["found"]] == []
+
+
+def test_compiled_for_hopper():
+    found = {(line["case"], line["kernel"]): line for line in lines("compiled_skew.py")}
+    assert set(found) == {
+        ("deberta", "attend_band"), ("txl", "attend_band"), ("txl", "query_pass"), ("txl", "key_pass"),
+    }  # fmt: skip
+    for line in found.values():
+        assert line["products"] > 0
+        assert line["invariant"] == line["unordered"] == []
+        # A few bytes of spills cost nothing; an accumulator in local memory would be kilobytes.
+        assert line["stack"] <= 32
+        # Three programs of the forward to an SM, two of the backward.
+        programs = 3 if line["kernel"] == "attend_band" else 2
+        assert programs * (line["shared"] + 1024) <= 233472
+        assert programs * 128 * line["registers"] <= 65536
+
+
+def test_the_order_that_the_test_above_looks_for():
+    import compiled_skew
+
+    copy_in = "cp.async.bulk.tensor.4d.shared::cluster.global [x];"
+    copy_out = "cp.async.bulk.tensor.4d.global.shared::cta [x];"
+    assert compiled_skew.unordered(f"wgmma.mma_async\nbar.sync 0;\n{copy_in}") == []
+    assert compiled_skew.unordered(f"bar.sync 0;\nwgmma.mma_async\n{copy_in}") == [copy_in]
+    assert compiled_skew.unordered(f"stmatrix\nfence.proxy.async\nbar.sync 0;\n{copy_out}") == []
+    assert compiled_skew.unordered(f"stmatrix\nbar.sync 0;\n{copy_out}") == [copy_out]
+    assert compiled_skew.unordered(f"fence.proxy.async\nstmatrix\nbar.sync 0;\n{copy_out}") == [copy_out]

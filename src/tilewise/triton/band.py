@@ -33,8 +33,8 @@ _T = gl.constexpr(TILE)
 STAGES = 2
 """Tiles of K and V in shared memory. With two, three programs of both terms fit an SM (72 of 74 KiB each)."""
 
-_REGISTERS = 168
-"""Registers a thread with which three programs fit an SM."""
+REGISTERS: int | None = 168
+"""Registers a thread at width 64, with which three programs fit an SM; None leaves them to the compiler."""
 
 
 @gluon.jit
@@ -356,5 +356,5 @@ def forward(L: Layout, o: Tensor, lse: Tensor) -> None:
         DTYPE=dtype_of(L.dtype), QUERY=query is not None, KEY=key is not None, OWN=own, SIDES=L.sides,
         SHIFTED=bool(tables), RANGED=L.mask.ranged, MASKED=L.masked(TILE) or L.mask.elementwise, STAGES=STAGES,
         ROWS=rows_layout(L.d, L.dtype), num_warps=4,
-        **({"maxnreg": _REGISTERS} if L.d == 64 else {}),
+        **({"maxnreg": REGISTERS} if L.d == 64 and REGISTERS else {}),
     )  # fmt: skip
