@@ -22,11 +22,13 @@ MIDDLE = Mask.intervals(torch.zeros(36, dtype=torch.int32), torch.where(torch.ar
 CASES = {
     "causal": ({"layers": 3}, ALL, {"dtype": BF16, "T": 40}, None),
     "window": ({"windows": 14}, ("mixed",), {"dtype": F16, "T": 40}, None),
+    "window, whole tiles": ({"windows": 36, "layers": 2}, ("stored",), {"dtype": F16, "T": 64}, None),
+    "window within a tile": ({"windows": 2, "layers": 2}, ("stored",), {"dtype": F16, "T": 32}, None),
     "full": ({"causal": False, "layers": 2}, ("stored",), {"dtype": F32, "T": 20}, None),
     "windows differ": ({"windows": (9, 20, 5)}, ("stored", "mixed"), {"dtype": F16, "T": 36}, None),
     "windows differ, recomputed": ({"windows": (20, 5), "layers": 2}, ("recompute",), {"dtype": F16, "T": 36}, None),
     "six layers": ({"layers": 6}, ("stored",), {"dtype": F16, "T": 20}, None),
-    "one layer": ({"layers": 1}, ("recompute",), {"dtype": BF16, "T": 40}, None),
+    "one layer": ({"layers": 1}, ("recompute",), {"dtype": BF16, "T": 48}, None),
     "heads summed in registers": ({"layers": 2}, ALL[:2], {"dtype": BF16, "T": 36, "H": 4, "Hk": 2, "fill": 0}, None),
     "E in parts": (
         {"scaling": "gain", "layers": 2},

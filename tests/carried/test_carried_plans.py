@@ -19,7 +19,7 @@ from tilewise.carried import Carry, TileLayout, carried_attention, choose_plan
 from tilewise.mask import Mask
 
 GIB = 2**30
-OPTIONS = (0.3, 2, 0.0, 0.0, 16, True, -1, [True], torch.float16, False, "blocked")
+OPTIONS = (0.3, 2, 0.0, 0.0, 16, True, -1, [True], torch.float16, False, 0, "blocked")
 
 
 def live_tiles(config, T, Tk, mask, offset, tile):

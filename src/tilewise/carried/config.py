@@ -161,6 +161,7 @@ class Options(NamedTuple):
         rounded: for each summed layer, whether its accumulated scores pass through `carry_dtype`.
         carry_dtype: dtype of the stored scores.
         plain: whether the mask is causality and nothing else.
+        window: see :class:`tilewise.carried.layout.LayerTiles`.
     """
 
     scale: float
@@ -173,3 +174,4 @@ class Options(NamedTuple):
     rounded: Sequence[bool]
     carry_dtype: torch.dtype
     plain: bool = False
+    window: int = 0

@@ -21,10 +21,11 @@ class LayerTiles:
             of which this layer sees every element.
         columns: int32 [4, ⌈Tk/tile⌉]: first and end of the tile rows that may see tile column n, and of an unbroken run
             of rows that see all of it.
+        window: if not 0, query i sees the keys i − window < j ≤ i and no tensor is needed to say so.
     """
 
-    def __init__(self, lo: Tensor, hi: Tensor, rows: Tensor, columns: Tensor) -> None:
-        self.lo, self.hi, self.rows, self.columns = lo, hi, rows, columns
+    def __init__(self, lo: Tensor, hi: Tensor, rows: Tensor, columns: Tensor, window: int = 0) -> None:
+        self.lo, self.hi, self.rows, self.columns, self.window = lo, hi, rows, columns, window
 
 
 class TileLayout:
@@ -69,7 +70,8 @@ class TileLayout:
         self.offset = Tk - Tq if offset is None else offset
         self.uniform = config.uniform
         square = Tq == Tk and self.offset == 0
-        self.plain = config.causal and mask is None and square and config.uniform and config.window(0) is None
+        said = config.causal and mask is None and square
+        self.plain = said and config.uniform and config.window(0) is None
         kinds = [config.window(i) for i in range(config.layers)]
         seen, spans, wholes = {}, {}, {}
         for i, kind in enumerate(kinds):
@@ -90,7 +92,8 @@ class TileLayout:
         for i, kind in enumerate(kinds):
             before, after = kinds[max(i - 1, 0)], kinds[min(i + 1, config.layers - 1)]
             rows = torch.stack((base, *spans[kind], *spans[before], *spans[after], *wholes[kind])).to(torch.int32)
-            self.layers.append(LayerTiles(*seen[kind], rows, columns[kind]))
+            window = 0 if not said else UNBOUNDED if kind is None else kind
+            self.layers.append(LayerTiles(*seen[kind], rows, columns[kind], window))
 
     @property
     def slots(self) -> int:

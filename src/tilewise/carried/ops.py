@@ -16,7 +16,7 @@ __all__ = ["LayerCall", "attend", "gradient_edge"]
 
 _OPTIONS = (
     "float scale, int divisor, float softcap, float dropout_p, int tile, bool uniform, int back, bool[] rounded, "
-    "ScalarType carry_dtype, bool plain, str impl"
+    "ScalarType carry_dtype, bool plain, int window, str impl"
 )
 _LIBRARY = torch.library.Library("tilewise", "FRAGMENT")
 _LIBRARY.define(

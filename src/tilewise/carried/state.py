@@ -203,6 +203,7 @@ def _step(
         scale=q.shape[-1] ** -0.5 if config.scale is None else config.scale, divisor=config.divisor(i),
         softcap=config.softcap or 0.0, dropout_p=config.dropout_p, tile=config.tile, uniform=layout.uniform,
         back=layout.back, rounded=rounded, carry_dtype=carry_dtype, plain=layout.plain,
+        window=layout.layers[i].window,
     )  # fmt: skip
     push = plan == "recompute" and not config.detach and config.layers > 1
     links = plan != "recompute" and not last and not config.detach

@@ -76,7 +76,7 @@ def _queries(dk, dv, d0, d1, d2, d3, q, kt, sq, v, do, sdo, stats, stat, pad, z,
              ENTERS: tl.constexpr, COUNT: tl.constexpr, GAIN: tl.constexpr, LEARNED: tl.constexpr, CENTRE: tl.constexpr,
              ROUND: tl.constexpr, UNIFORM: tl.constexpr, BATCHED: tl.constexpr, CLOSED: tl.constexpr,
              SOFTCAP: tl.constexpr, DROPOUT: tl.constexpr, READS_E: tl.constexpr, ETYPE: tl.constexpr,
-             PLAIN: tl.constexpr, MASKED: tl.constexpr, TMA: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
+             SAID: tl.constexpr, MASKED: tl.constexpr, TMA: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
     """The queries a … end − 1 against one block of keys; tiles of scores are [keys, queries]."""
     j = j0 + tl.arange(0, BN)
     for i0 in tl.range(a, end, BM, num_stages=STAGES):
@@ -102,9 +102,12 @@ def _queries(dk, dv, d0, d1, d2, d3, q, kt, sq, v, do, sdo, stats, stat, pad, z,
             each_shift = load_shifts(shifts, bh, i, planes, Tq, COUNT, CENTRE)
             u, taken = summed(u, qt, kt, gains, each_shift, bounds, b, B, i, j, Tq, DTYPE, TOP, ENTERS,
                               COUNT, GAIN, CENTRE, ROUND, UNIFORM, BATCHED, True)  # fmt: skip
-        if PLAIN:
+        if SAID > 0:
             # A bound a query, loaded, costs a register a column of the tile: hundreds of bytes more are spilled.
-            seen = j[:, None] <= i[None, :]
+            distance = i[None, :] - j[:, None]
+            seen = distance >= 0
+            if SAID > 1:
+                seen = seen & (distance < SAID)
         else:
             lo, hi = bounds_of(bounds, COUNT - 1 if not UNIFORM else 0, b, i, B, Tq, BATCHED)
             seen = visible(lo, hi, j, True)
@@ -150,13 +153,13 @@ def _queries(dk, dv, d0, d1, d2, d3, q, kt, sq, v, do, sdo, stats, stat, pad, z,
 
 @triton.jit
 def _head(dk, dv, q, kt, sq, v, do, sdo, stats, stat, pad, z, e, dg, gains, shifts, bounds, rows, seed, b, h, B, H, j0,
-          tn, own, first, last, own_end, Tq, M, zslots, slots, start, back, first_plane, scale, bend, factor, drop,
-          inverse, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, BM: tl.constexpr,
+          tn, own, first, last, own_end, Tq, M, zslots, slots, start, back, first_plane, scale, bend, factor,
+          drop, inverse, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, BM: tl.constexpr,
           BN: tl.constexpr, S: tl.constexpr, DTYPE: tl.constexpr, TOP: tl.constexpr, OWN: tl.constexpr,
           ENTERS: tl.constexpr, COUNT: tl.constexpr, GAIN: tl.constexpr, LEARNED: tl.constexpr, CENTRE: tl.constexpr,
           ROUND: tl.constexpr, UNIFORM: tl.constexpr, BATCHED: tl.constexpr, CLOSED: tl.constexpr,
           SOFTCAP: tl.constexpr, DROPOUT: tl.constexpr, READS_E: tl.constexpr, ETYPE: tl.constexpr,
-          PLAIN: tl.constexpr, TMA: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
+          SAID: tl.constexpr, TMA: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
     """What one query head adds to dK and dV of a block of keys, its part of E and of dβ."""
     bh = b * H + h
     each_gain = load_gains(gains, h, H, COUNT, GAIN)
@@ -179,9 +182,9 @@ def _head(dk, dv, q, kt, sq, v, do, sdo, stats, stat, pad, z, e, dg, gains, shif
         dk, dv, d0, d1, d2, d3 = _queries(
             dk, dv, d0, d1, d2, d3, q, kt, sq, v, do, sdo, stats, stat, pad, z, e, each_gain, shifts, bounds, rows,
             seed, b, bh, bh - first_plane, h, B, j0, tn, a * S, tl.minimum(end * S, Tq), Tq, M, zslots, slots, start,
-            back, B * H, scale, bend, factor, drop, inverse, D, DV, BD, BV, BM, BN, S, DTYPE, TOP, OWN, ENTERS, COUNT,
-            GAIN, LEARNED, CENTRE, ROUND, UNIFORM, BATCHED, CLOSED, SOFTCAP, DROPOUT, READS_E, ETYPE, PLAIN, part != 1,
-            TMA, STAGES if part == 1 or not CLOSED else 1)  # fmt: skip
+            back, B * H, scale, bend, factor, drop, inverse, D, DV, BD, BV, BM, BN, S, DTYPE, TOP, OWN, ENTERS,
+            COUNT, GAIN, LEARNED, CENTRE, ROUND, UNIFORM, BATCHED, CLOSED, SOFTCAP, DROPOUT, READS_E, ETYPE,
+            SAID if part == 2 else SAID > 0, part != 1, TMA, STAGES if part == 1 or not CLOSED else 1)  # fmt: skip
     for t in tl.static_range(COUNT):
         if (LEARNED >> t) & 1:
             value = d0
@@ -199,18 +202,20 @@ def _head(dk, dv, q, kt, sq, v, do, sdo, stats, stat, pad, z, e, dg, gains, shif
 @triton.jit(do_not_specialize=RUNTIME)
 def keys_gradient(q0, q1, q2, q3, k0, k1, k2, k3, v, do, stats, stat, z, e, dk, dv, dg, gains, shifts, bounds, rows,
                   columns, seed, sq, sk, sv, sdo, sdk, sdv, pad, B, H, G, Tq, Tk, M, zslots, slots, back, first_plane,
-                  first_row, end_row, scale, bend, factor, drop, inverse, final, D: tl.constexpr, DV: tl.constexpr,
-                  BD: tl.constexpr, BV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, S: tl.constexpr,
-                  DTYPE: tl.constexpr, TOP: tl.constexpr, OWN: tl.constexpr, ENTERS: tl.constexpr, COUNT: tl.constexpr,
-                  GAIN: tl.constexpr, LEARNED: tl.constexpr, CENTRE: tl.constexpr, ROUND: tl.constexpr,
-                  UNIFORM: tl.constexpr, BATCHED: tl.constexpr, CLOSED: tl.constexpr, SOFTCAP: tl.constexpr,
-                  DROPOUT: tl.constexpr, READS_E: tl.constexpr, ETYPE: tl.constexpr, PLAIN: tl.constexpr,
-                  GROUPED: tl.constexpr, PART: tl.constexpr, ADDS: tl.constexpr, TMA: tl.constexpr,
+                  first_row, end_row, scale, bend, factor, drop, inverse, final, D: tl.constexpr,
+                  DV: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+                  S: tl.constexpr, DTYPE: tl.constexpr, TOP: tl.constexpr, OWN: tl.constexpr, ENTERS: tl.constexpr,
+                  COUNT: tl.constexpr, GAIN: tl.constexpr, LEARNED: tl.constexpr, CENTRE: tl.constexpr,
+                  ROUND: tl.constexpr, UNIFORM: tl.constexpr, BATCHED: tl.constexpr, CLOSED: tl.constexpr,
+                  SOFTCAP: tl.constexpr, DROPOUT: tl.constexpr, READS_E: tl.constexpr, ETYPE: tl.constexpr,
+                  SAID: tl.constexpr, GROUPED: tl.constexpr, PART: tl.constexpr, ADDS: tl.constexpr, TMA: tl.constexpr,
                   STAGES: tl.constexpr):  # fmt: skip
     """dK of the last layer, dV, E and dβ for BN keys: program (block, query head, or key head where GROUPED).
 
     Planes (batch · heads) from `first_plane` on and tile rows first_row … end_row − 1 (PART: E holds these only). ADDS:
-    dK and dV already hold what earlier rows gave. PLAIN: causal and nothing else, on whole tiles.
+    dK and dV already hold what earlier rows gave. SAID: 1 for
+    queries that see every key up to their own and whole tiles, the window where they see so many of them; 0: bounds say
+    what they see. Rows before a run of whole tiles meet the diagonal alone.
     """
     j0 = tl.program_id(0) * BN
     tn = j0 // S
@@ -243,15 +248,15 @@ def keys_gradient(q0, q1, q2, q3, k0, k1, k2, k3, v, do, stats, stat, z, e, dk, 
         for h in range(hk * G, hk * G + G):
             dkt, dvt = _head(dkt, dvt, (q0, q1, q2, q3), kt, sq, vt, do, sdo, stats, stat, pad, z, e, dg, gains, shifts,
                              bounds, rows, seed, b, h, B, H, j0, tn, own, first, last, own_end, Tq, M, zslots, slots,
-                             start, back, first_plane, scale, bend, factor, drop, inverse, D, DV, BD, BV, BM, BN, S,
-                             DTYPE, TOP, OWN, ENTERS, COUNT, GAIN, LEARNED, CENTRE, ROUND, UNIFORM, BATCHED, CLOSED,
-                             SOFTCAP, DROPOUT, READS_E, ETYPE, PLAIN, TMA, STAGES)  # fmt: skip
+                             start, back, first_plane, scale, bend, factor, drop, inverse, D, DV, BD, BV, BM,
+                             BN, S, DTYPE, TOP, OWN, ENTERS, COUNT, GAIN, LEARNED, CENTRE, ROUND, UNIFORM, BATCHED,
+                             CLOSED, SOFTCAP, DROPOUT, READS_E, ETYPE, SAID, TMA, STAGES)  # fmt: skip
     else:
         dkt, dvt = _head(dkt, dvt, (q0, q1, q2, q3), kt, sq, vt, do, sdo, stats, stat, pad, z, e, dg, gains, shifts,
                          bounds, rows, seed, b, out, B, H, j0, tn, own, first, last, own_end, Tq, M, zslots, slots,
-                         start, back, first_plane, scale, bend, factor, drop, inverse, D, DV, BD, BV, BM, BN, S, DTYPE,
-                         TOP, OWN, ENTERS, COUNT, GAIN, LEARNED, CENTRE, ROUND, UNIFORM, BATCHED, CLOSED, SOFTCAP,
-                         DROPOUT, READS_E, ETYPE, PLAIN, TMA, STAGES)  # fmt: skip
+                         start, back, first_plane, scale, bend, factor, drop, inverse, D, DV, BD, BV, BM, BN, S,
+                         DTYPE, TOP, OWN, ENTERS, COUNT, GAIN, LEARNED, CENTRE, ROUND, UNIFORM, BATCHED, CLOSED,
+                         SOFTCAP, DROPOUT, READS_E, ETYPE, SAID, TMA, STAGES)  # fmt: skip
     dkt = dkt * final
     if ADDS:
         dkt += load_rows(dk, sdk, b, out, j0, Tk, D, BN, BD, False)

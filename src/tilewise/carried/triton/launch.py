@@ -231,17 +231,17 @@ def _keys(
     zslots = 1 if z is None else z.shape[2]
     G = x.H // x.Hk if group else 1
     numbers = x.numbers | {"factor": 1.0 / opt.divisor}
+    said = 0 if opt.window < 2 or x.Tq % opt.tile else 1 if opt.window >= x.Tq else opt.window
     launch(
         keys_gradient, (columns.shape[1] * opt.tile // shape.keys, (planes[1] - planes[0]) // G),
         *x.four(x.q, shape.queries), *x.four(x.k, shape.keys), x.v(shape.keys, width, x.tma),
         do(shape.queries, width, x.tma), stats, stat, x.packed(z, shape.queries, shape.keys),
         x.packed(e, shape.queries, shape.keys), dk, dv, dg, x.gains, x.shifts, x.bounds, x.rows, columns, x.seed,
         *x.strides, do.strides, dk.stride()[:3], dv.stride()[:3], pad, *x.sizes, zslots, parts.slots, max(opt.back, 0),
-        planes[0], *rows, *(numbers[name] for name in ("scale", "bend", "factor", "drop", "inverse")), opt.scale,
-        **x.common, BM=shape.queries, BN=shape.keys, OWN=z_is_own, ENTERS=z is not None and not z_is_own,
+        planes[0], *rows, *(numbers[name] for name in ("scale", "bend", "factor", "drop", "inverse")),
+        opt.scale, **x.common, BM=shape.queries, BN=shape.keys, OWN=z_is_own, ENTERS=z is not None and not z_is_own,
         LEARNED=learned, READS_E=read_e, CLOSED=opt.back >= 0, ETYPE=_TYPES[e.dtype], GROUPED=group,
-        PLAIN=opt.plain and x.Tq % opt.tile == 0, PART=len(parts.rows) > 1, ADDS=rows[0] > 0, TMA=x.tma,
-        STAGES=shape.stages, num_warps=shape.warps,
+        SAID=said, PART=len(parts.rows) > 1, ADDS=rows[0] > 0, TMA=x.tma, STAGES=shape.stages, num_warps=shape.warps,
     )  # fmt: skip
 
 

@@ -7,8 +7,8 @@ from ...triton.tiles import load_rows
 
 # Lengths, strides and scales must not make a new kernel each.
 RUNTIME = [
-    "B", "H", "G", "Tq", "Tk", "M", "slots", "zslots", "back", "first_plane", "first_row", "end_row", "scale", "bend",
-    "drop", "inverse", "factor", "final",
+    "B", "H", "G", "Tq", "Tk", "M", "slots", "zslots", "back", "first_plane", "first_row", "end_row",
+    "scale", "bend", "drop", "inverse", "factor", "final",
 ]  # fmt: skip
 
 
