@@ -4,10 +4,10 @@
 
 Kimi K3's residual (d = 7,168, 93 decoder layers, blocks of 12, 9 sources) on layers scaled to fit one GPU: 64 query
 heads on 8 key heads of 128 and a SwiGLU of 18,432, the weights and key-value caches of 4 layers used in turn, so that
-every layer still reads its weights from memory. Decode: 128 sequences at a context of 2,048, one token each, in a CUDA graph.
-Prefill: one sequence of 32,768 tokens. Training: 27 layers of d = 2,304 (the paper's 48B model's widths, blocks of 6
-sublayers), 2 sequences of 4,096, forward and backward without optimizer, embedding or head, which would only hide the
-residual's share.
+every layer still reads its weights from memory. Decode: 128 sequences at a context of 2,048, one token each, in a CUDA
+graph. Prefill: one sequence of 32,768 tokens. Training: 27 layers of d = 2,304 (the paper's 48B model's widths, blocks
+of 6 sublayers), 2 sequences of 4,096, forward and backward without optimizer, embedding or head, which would only hide
+the residual's share.
 
 Both residuals take turns in every round: standard is the fused add + RMSNorm of the depth set. Writes
 DIR/depth_overhead.json after each part.

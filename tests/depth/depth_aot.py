@@ -11,6 +11,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
+from tilewise.bench import plain_residual
 from tilewise.depth.triton import launch, sources
 
 RESULTS = []
@@ -87,6 +88,11 @@ def main(dtype: torch.dtype, d: int, T: int, n: int, S: int) -> None:
     launch.combine(v, s[:1])
     _, lse = launch.combine(v, s)
     launch.phase1_bwd(do.unbind(0), lse, v, qs, s, lse, r, [empty(T, d, dtype=f32) for _ in v])
+    wide = plain_residual._block(d)
+    plain_residual.add_rms_norm_(u, p, w, x(T, d), 1e-6)
+    plain_residual.add_norm_bwd_kernel[(264,)](
+        u, p, u, w, p, empty(264, d, dtype=f32), T, 1e-6, D=d, BD=wide, STAGES=2, num_warps=min(max(wide // 512, 4), 16)
+    )
     many = [x(T, d) for _ in range(17)]
     sources.even_step = lambda _: None
     launch.mix_fwd(many, u, p, q, w, 1e-6, 1e-6)

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from tilewise import depth
+from tilewise.bench import plain_residual
 from tilewise.depth import eager
 from tilewise.depth import reference as R
 from tilewise.depth.sources import Fixed
@@ -222,6 +223,26 @@ def test_fixed_sources_keep_their_table():
     assert sources.bank(v) is made
     assert made.table.tolist() == [x.data_ptr() for x in v]
     assert sources.bank(list(v)) is not made
+
+
+@pytest.mark.parametrize("d", [24, 300])
+def test_the_benchmarks_plain_residual(d):
+    u, h, w = (torch.randn(s).requires_grad_() for s in ((5, d), (5, d), (d,)))
+    seeds = torch.randn(2, 5, d)
+
+    def dense(u, h, w):
+        h = h + u
+        return h, torch.nn.functional.rms_norm(h, (d,), w, 1e-6)
+
+    for have, want in zip(plain_residual.add_rms_norm(u, h, w, 1e-6), dense(u, h, w), strict=True):
+        torch.testing.assert_close(have, want)
+    grads = [torch.autograd.grad(f, (u, h, w), list(seeds)) for f in
+             (plain_residual.add_rms_norm(u, h, w, 1e-6), dense(u, h, w))]  # fmt: skip
+    for have, want in zip(*grads, strict=True):
+        torch.testing.assert_close(have, want, atol=1e-5, rtol=1e-5)
+    new, y = h.detach().clone(), torch.empty(5, d)
+    plain_residual.add_rms_norm_(u.detach(), new, w.detach(), y, 1e-6)
+    torch.testing.assert_close((new, y), dense(u, h, w))
 
 
 def test_no_tokens():

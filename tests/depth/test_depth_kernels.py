@@ -34,7 +34,14 @@ def test_kernels_compile_for_hopper(dtype, d, T, n, S):
     rows = [json.loads(x) for x in run(HERE / "depth_aot.py", dtype, str(d), str(T), str(n), str(S)).splitlines()]
     names = {row["kernel"] for row in rows}
     assert {"merge_fwd_kernel", "merge_bwd_kernel", "mix_bwd_kernel", "scores_kernel", "combine_kernel"} <= names
-    assert {"inner_kernel", "weights_kernel", "source_grad_kernel", "table_kernel"} <= names
+    assert {
+        "add_norm_kernel",
+        "add_norm_bwd_kernel",
+        "inner_kernel",
+        "weights_kernel",
+        "source_grad_kernel",
+        "table_kernel",
+    } <= names
     assert ("mix_few_kernel" if T <= 1024 else "mix_fwd_kernel") in names
     for row in rows:
         assert not row["wgmma"], row

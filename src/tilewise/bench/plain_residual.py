@@ -37,7 +37,7 @@ def add_norm_bwd_kernel(DY, DH, H, W, DX, PART, T, eps, D: tl.constexpr, BD: tl.
     w = tl.load(W + c, mask=m, other=0.0).to(tl.float32)
     dw = tl.zeros((BD,), tl.float32)
     for row in tl.range(tl.program_id(0), T, tl.num_programs(0), num_stages=STAGES):
-        t = row.to(tl.int64)
+        t = tl.cast(row, tl.int64)
         h = tl.load(H + t * D + c, mask=m, other=0.0).to(tl.float32)
         dy = tl.load(DY + t * D + c, mask=m, other=0.0).to(tl.float32)
         dh = tl.load(DH + t * D + c, mask=m, other=0.0).to(tl.float32)
