@@ -7,6 +7,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from tilewise import info
 from tilewise.bench import tune as tuning
 from tilewise.bench.cli import app
 from tilewise.triton import config, tuned
@@ -38,7 +39,9 @@ def clock(favourites):
 
 
 def run(favourites, classes=tuple(tuning.CLASSES), said=None):
-    return tuning.tune(clock(favourites), classes, tuning.PASSES, (512, 4096), (said if said is not None else []).append)
+    return tuning.tune(
+        clock(favourites), classes, tuning.PASSES, (512, 4096), (said if said is not None else []).append
+    )
 
 
 def test_nothing_faster_changes_nothing():
@@ -92,6 +95,12 @@ def test_the_file_is_used_by_its_gpu_alone():
     assert backward_tiles(64, 2, 512, "scalar", True, H200) == Tiles(64, 64, 4, 3, 3)
     other = Limits.of((8, 0), 166912, "NVIDIA A100")
     assert backward_tiles(64, 2, 512, "scalar", True, other) == Tiles(32, 64, 4, 3, 3)
+
+
+def test_info_says_which_shapes_are_used():
+    assert info.environment()["tiles"] is None
+    tuned.write(tuned.default_path(), "NVIDIA H200", {("fold", ""): ((0, (64, 64, 4, 4)),)})
+    assert info.environment()["tiles"] == str(tuned.default_path())
 
 
 def before_tuple(tiles):
