@@ -75,6 +75,7 @@ def sweeps():
     names = "GRAM BS BT BK splits num_warps STAGES"
     rows = ["0 128 16 128 14 4 3", "0 32 16 128 14 4 3", "0 16 16 128 14 4 3", "0 32 16 128 7 4 4", "0 16 16 128 4 4 4"]
     rows += ["1 32 16 128 14 4 3", "1 16 16 128 7 4 4", "0 64 16 128 14 4 3"]
+    rows += ["2 32 16 128 14 4 3", "2 32 16 128 14 8 3", "2 64 16 128 14 4 3", "2 32 16 64 14 4 4"]
     add("complete 112, decode", "complete", (*FEW, 112), "score_tiles", names, rows, 3, few)
     names = "BS BT BN BD span num_warps STAGES"
     rows = ["4 8 8 128 14 4 3", "4 8 8 256 7 4 3", "2 16 8 128 14 4 3", "8 4 8 256 7 4 3", "8 4 8 128 14 4 4"]

@@ -12,7 +12,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from tilewise.bench import plain_residual
-from tilewise.depth.triton import launch, sources
+from tilewise.depth.triton import config, launch, sources
 
 RESULTS = []
 
@@ -85,6 +85,10 @@ def main(dtype: torch.dtype, d: int, T: int, n: int, S: int) -> None:
     qs, do = empty(S, d, dtype=f32), x(S, T, d)
     s, r = launch.scores(v, qs, 1e-6)
     launch.complete(u, p, qs, 1e-6)
+    tiles = config.score_tiles
+    config.score_tiles = lambda *shape: {**tiles(*shape), "GRAM": 2}
+    launch.complete(u, p, qs, 1e-6)
+    config.score_tiles = tiles
     launch.combine(v, s[:1])
     _, lse = launch.combine(v, s)
     launch.phase1_bwd(do.unbind(0), lse, v, qs, s, lse, r, [empty(T, d, dtype=f32) for _ in v])

@@ -120,7 +120,7 @@ def test_a_bank_equals_a_list_and_scattered_rows():
 @pytest.mark.usefixtures("tokens")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("S", [5, 18])
-@pytest.mark.parametrize("gram", [0, 1])
+@pytest.mark.parametrize("gram", [0, 1, 2])
 def test_scores_ahead(dtype, S, gram, monkeypatch):
     tiles = config.score_tiles
     monkeypatch.setattr(config, "score_tiles", lambda *shape: {**tiles(*shape), "GRAM": gram})

@@ -89,9 +89,9 @@ class Carried:
 
     def warm(self, cell: Cell) -> Cell:
         """The same kernels on one block of few tokens: whole models beside each other would not fit."""
-        size = {**cell.size, "tokens": min(cell.size["tokens"], CHECKED), "layers": min(cell.size["layers"], PER_BLOCK)}
-        size["vocabulary"] = min(size["vocabulary"], 512)
-        return replace(cell, size=size)
+        size = self._short(cell).size
+        small = {"layers": min(size["layers"], PER_BLOCK), "vocabulary": min(size["vocabulary"], 512)}
+        return replace(cell, size=size | small)
 
     def compiling(self, system: str) -> AbstractContextManager:
         return nullcontext()

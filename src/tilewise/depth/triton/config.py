@@ -95,7 +95,7 @@ def score_tiles(T: int, d: int, S: int, size: int) -> dict:
 
     The queries (high and low parts) come from L2 for every program: two tiles of tokens share them. Splitting d keeps
     enough loads in flight: 8,192 tokens are only 128 such programs. GRAM takes the sums of squares from products
-    (see `phase1`); a block is then completed by an add and a read of its own.
+    (see `phase1`): 1 completes a block by an add and a read of its own, 2 by one kernel, as 0 does.
     """
     block_s = min(max(next_power_of_2(S), 16), 128 if size == 2 else 32)
     splits = max(1, min(cdiv(d, 512), 16))

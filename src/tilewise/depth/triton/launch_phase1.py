@@ -120,7 +120,7 @@ def complete(update, prefix, q, eps, block=None, out=None):
     if q.shape[0] == 0:
         torch.add(update, prefix, out=block)
     elif T:
-        if config.score_tiles(*update.shape, len(q), update.element_size())["GRAM"]:
+        if config.score_tiles(*update.shape, len(q), update.element_size())["GRAM"] == 1:
             torch.add(update, prefix, out=block)
             _scores([block], None, q, eps, s[:, None], r)
         else:

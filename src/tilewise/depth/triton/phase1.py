@@ -17,8 +17,8 @@ def _rows_of(
 ):
     """A tile of source rows, read or summed (and written), and `vv` plus its sums of squares.
 
-    GRAM keeps v v^T, whose diagonal these are: a tile that only feeds products goes from memory to the tensor cores
-    without a change of layout.
+    GRAM (1 or 2) keeps v v^T, whose diagonal these are: a tile that only feeds products goes from memory to the tensor
+    cores without a change of layout.
     """
     m = (t < T)[:, None] & (c < D)[None, :]
     if ADD:
