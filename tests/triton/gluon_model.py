@@ -246,6 +246,7 @@ class Program:
         assert bar.expected, "a copy arrives at a barrier that was not told"
         at = [int(n) for n in at]
         box, tensor = descriptor.block_shape, descriptor.base
+        assert tensor.dtype == to.x.dtype, "a copy in converts"
         view = torch.as_strided(tensor, descriptor.shape, descriptor.strides, tensor.storage_offset())
         tile = torch.zeros(box, dtype=tensor.dtype)
         span = [(max(a, 0), min(a + b, n)) for a, b, n in zip(at, box, descriptor.shape, strict=True)]
@@ -257,6 +258,7 @@ class Program:
         bar.copies.append((tile.reshape(to.x.shape), to.x))
 
     def copy_out(self, descriptor, at, source):
+        assert descriptor.base.dtype == source.x.dtype, "a copy out converts"
         self.stores.append((descriptor, [int(n) for n in at], source, source.x.clone()))
 
     def store_wait(self, outstanding=0):

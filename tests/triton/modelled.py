@@ -45,15 +45,16 @@ launcher.append(modelled)
 plan.limits_of = lambda device: Limits(232448, True, True)
 
 
-def call_of(kinds, rowmap, Tq, Tk=None, B=1, H=1, Hk=None, dtype=HALF, mask=None, shared=False, own=True, d=64, seed=0):
-    """A call with terms of these kinds on one map."""
-    generator = torch.Generator().manual_seed(seed)
+def call_of(kinds, rowmap, Tq, Tk=None, B=1, H=1, Hk=None, dtype=HALF, mask=None, shared=False, own=True, d=64,
+            parameters=None):  # fmt: skip
+    """A call with terms of these kinds on one map; `parameters`: the dtype of tables and left factors, or dtype."""
+    generator = torch.Generator().manual_seed(0)
     draw = lambda *shape: torch.randn(shape, generator=generator).to(dtype)  # noqa: E731
     Tk, Hk = Tk or Tq, Hk or H
     q, k, v = draw(B, H, Tq, d), draw(B, Hk, Tk, d), draw(B, Hk, Tk, d)
     ports = [
-        Port(kind, rowmap, draw(1 if shared else H, rowmap.size, d),
-             None if kind == "key" or own else draw(B, H, Tq, d)) for kind in kinds
+        Port(kind, rowmap, draw(1 if shared else H, rowmap.size, d).to(parameters or dtype),
+             None if kind == "key" or own else draw(B, H, Tq, d).to(parameters or dtype)) for kind in kinds
     ]  # fmt: skip
     return Call(q, k, v, tuple(ports), mask or Mask(), (3 * d) ** -0.5, Tk - Tq)
 
@@ -66,7 +67,7 @@ JOBS = {
     "key": lambda: call_of(["key"], rows.clipped(-30, 40), 330),
     "narrow": lambda: call_of(["query", "key"], rows.windowed(-3, 2), 200),
     "causal": lambda: call_of(["query", "key"], BUCKETS, 330, mask=Mask.causal()),
-    "window": lambda: call_of(["query", "key"], rows.clipped(-40, 40), 400, mask=Mask.window(90, 20)),
+    "window": lambda: call_of(["query", "key"], rows.clipped(-40, 40), 330, mask=Mask.window(90, 20)),
     "lengths": lambda: call_of(["query", "key"], BUCKETS, 200, B=2, mask=Mask.lengths(torch.tensor([130, 0]))),
     "cross": lambda: call_of(["query", "key"], BUCKETS, 70, 300, H=2, Hk=1),
     "long-queries": lambda: call_of(["query", "key"], BUCKETS, 300, 70),
@@ -80,15 +81,16 @@ JOBS = {
 GRADIENTS = {
     "gradients": lambda: txl(200),
     "gradients-own": lambda: call_of(["query"], rows.identity(150), 130),
-    "gradients-heads": lambda: txl(130, H=4, Hk=2, B=2),
+    "gradients-heads": lambda: txl(130, H=4, Hk=2),
     "gradients-causal": lambda: txl(200, mask=Mask.causal()),
-    "gradients-window": lambda: txl(330, mask=Mask.window(70, 10)),
-    "gradients-lengths": lambda: txl(140, B=3, mask=Mask.lengths(torch.tensor([140, 0, 65]))),
+    "gradients-window": lambda: txl(260, mask=Mask.window(70, 10)),
+    "gradients-lengths": lambda: txl(140, B=2, mask=Mask.lengths(torch.tensor([0, 65]))),
     "gradients-cross": lambda: txl(70, 200, H=2, shared=True),
     "gradients-long-queries": lambda: txl(200, 70),
     "gradients-shares": lambda: txl(200, B=2, H=2),
     "gradients-bf16": lambda: txl(130, dtype=BRAIN),
     "gradients-wide": lambda: txl(130, d=128),
+    "gradients-parameters": lambda: txl(100, parameters=torch.float32),
 }
 
 

@@ -13,7 +13,7 @@ HERE = Path(__file__).parent
 FORWARD = ["both", "both-backwards", "query", "key", "narrow", "causal", "window", "lengths", "cross", "long-queries",
            "bf16", "identity", "identity-ascending", "wide"]  # fmt: skip
 BACKWARD = ["", "-own", "-heads", "-causal", "-window", "-lengths", "-cross", "-long-queries", "-shares", "-bf16",
-            "-wide"]  # fmt: skip
+            "-wide", "-parameters"]  # fmt: skip
 BROKEN = ["phase", "rows", "slot", "edge", "order", "early", "staged", "heads", "turned"]
 
 

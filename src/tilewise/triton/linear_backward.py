@@ -73,7 +73,7 @@ def collect_tiles(dg, left, out, ranges, sl, f0, f1, pitch, B, blocks, tiles, Tq
 
 
 @triton.jit(do_not_specialize=["tau", "heads", "R", "count", "zero", "step", "sh", "sr"])
-def spread(partial, grad, tau, heads, R, count, zero, step, sh, sr, D: tl.constexpr, N: tl.constexpr):
+def spread(partial, grad, tau, heads, R, count, zero, step, sh, sr, sd, D: tl.constexpr, N: tl.constexpr):
     """grad[h, r] = τ · partial[h, zero + step·r], 0 where there is none; `heads` heads are summed, in order."""
     r = tl.program_id(0) * N + tl.arange(0, N)
     h = tl.program_id(1)
@@ -84,7 +84,7 @@ def spread(partial, grad, tau, heads, R, count, zero, step, sh, sr, D: tl.conste
     for n in range(heads):
         place = (tl.cast(h * heads + n, tl.int64) * count + at)[:, None] * D + d[None, :]
         total += tl.load(partial + place, mask=inside, other=0.0)
-    to = grad + tl.cast(h, tl.int64) * sh + r.to(tl.int64)[:, None] * sr + d[None, :]
+    to = grad + tl.cast(h, tl.int64) * sh + r.to(tl.int64)[:, None] * sr + d[None, :] * sd
     tl.store(to, (total * tau).to(grad.dtype.element_ty), mask=(r < R)[:, None] & (d[None, :] >= 0))
 
 
@@ -116,11 +116,11 @@ def backward(
     q, w, k, v, p, dout = (tiles_of(x) for x in (L.q, left, L.k, L.v, table, g))
 
     def room(position: int, like: Tensor) -> tuple[Tensor, Tensor | None]:
-        """(what a kernel writes, what it must be copied to): descriptors need strides of 16 bytes."""
+        """(what a kernel writes, what it must be copied to): descriptors need q's dtype and strides of 16 bytes."""
         grad = grads[position] if need[position] else None
-        if grad is not None and Source(grad).x is grad and Source(grad).describable:
+        if grad is not None and grad.dtype == L.dtype and Source(grad).x is grad and Source(grad).describable:
             return grad, None
-        return torch.empty(like.shape, dtype=like.dtype, device=L.device), grad
+        return torch.empty(like.shape, dtype=L.dtype, device=L.device), grad
 
     places = {0: room(0, call.q), 1: room(1, call.k), 2: room(2, call.v)}
     if not own:
@@ -180,5 +180,5 @@ def _queries(L: Layout, tensors, stats, shared, sizes, origin: int, grad: Tensor
     heads = L.H if grad.shape[0] == 1 else 1
     launch(
         spread, (cdiv(grad.shape[1], 64), grad.shape[0]), partial, grad, L.call.scale, heads, grad.shape[1],
-        (blocks + tiles) * TILE, zero, step, grad.stride(0), grad.stride(1), D=L.d, N=64, num_warps=4,
+        (blocks + tiles) * TILE, zero, step, *grad.stride(), D=L.d, N=64, num_warps=4,
     )  # fmt: skip
