@@ -93,6 +93,20 @@ def test_one_graph_serves_every_length_forward_and_backward(name):
     assert not counters["graph_break"]
 
 
+@pytest.mark.parametrize("name", ["none", "t5", "deberta", "txl"])
+@torch.no_grad()
+def test_compiles_without_gradients_for_any_number_of_tables(name):
+    case, sizes = CASES[name], Sizes(B=1, H=2, Hk=2, Tq=6, Tk=6, d=8, d_v=8)
+    shapes = {n: (1, 2, 6, 8) for n in ("q", "k", "v")} | case.shapes(sizes)
+    x = {n: torch.randn(shape) for n, shape in shapes.items()}
+
+    def run(x):
+        return tw.attention(x["q"], x["k"], x["v"], **case.arguments(x, sizes))
+
+    torch._dynamo.reset()
+    torch.testing.assert_close(torch.compile(run, fullgraph=True, backend="aot_eager")(x), run(x))
+
+
 def test_one_tensor_may_be_query_key_and_value_of_a_compiled_call():
     torch._dynamo.reset()
     run = lambda q, w: tw.attention(q, q, q, terms=(tw.T5(w), tw.T5(w)))  # noqa: E731

@@ -124,7 +124,9 @@ class _NotTwice(torch.autograd.Function):
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, bounds, keys, dense, seed, static, *tensors):
+    def forward(ctx, *args):
+        # Without gradients Dynamo drops ctx if there are as many arguments as the signature has parameters.
+        q, k, v, bounds, keys, dense, seed, static, *tensors = args
         o, lse, kept = torch.ops.tilewise.attn_fwd(q, k, v, tensors, bounds, keys, dense, seed, *static)
         ctx.save_for_backward(q, k, v, o, lse, kept, bounds, keys, dense, seed, *tensors)
         ctx.static = static

@@ -1,7 +1,7 @@
 """One autograd.Function an operator, over the contracts of `ops`; backwards are explicit formulas.
 
-A forward over any number of sources takes `(ctx, *args)`: without gradients Dynamo (torch 2.11 to 2.13) calls it without
-`ctx` if there are as many arguments as its signature has parameters, which `(ctx, a, b, *sources)` has for two sources.
+A forward over any number of sources takes `(ctx, *args)`: without gradients Dynamo (torch 2.13) calls it without `ctx`
+if there are as many arguments as its signature has parameters, which `(ctx, a, b, *sources)` has for two sources.
 """
 
 from __future__ import annotations
