@@ -57,7 +57,7 @@ JOBS = {
     "shares": ("explicit", sizes(80, H=2), "none", HALF, 0.0),
     "negative-scale": ("wav2vec2_bert", sizes(130), "none", HALF, 0.0),
     "zero-scale": ("wav2vec2_bert", sizes(70), "none", HALF, 0.0),
-    "bf16": ("deberta", sizes(70), "none", BRAIN, 0.0),
+    "bf16": ("wav2vec2_bert", sizes(70), "none", BRAIN, 0.0),
     "short": ("deberta", sizes(40, B=5), "lengths", HALF, 0.0),
     "short-shared": ("shaw", sizes(20, B=4, H=2, Hk=1), "none", HALF, 0.0),
     "pointers": ("deberta", sizes(200), "none", HALF, 0.0),
