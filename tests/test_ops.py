@@ -97,7 +97,7 @@ def test_one_graph_serves_every_length_forward_and_backward(name):
 @torch.no_grad()
 def test_compiles_without_gradients_for_any_number_of_tables(name):
     case, sizes = CASES[name], Sizes(B=1, H=2, Hk=2, Tq=6, Tk=6, d=8, d_v=8)
-    shapes = {n: (1, 2, 6, 8) for n in ("q", "k", "v")} | case.shapes(sizes)
+    shapes = dict.fromkeys(("q", "k", "v"), (1, 2, 6, 8)) | case.shapes(sizes)
     x = {n: torch.randn(shape) for n, shape in shapes.items()}
 
     def run(x):
