@@ -107,6 +107,17 @@ def test_policy_says_why():
     assert decide(5 * one, plan="stored")[0].reason == "asked for"
 
 
+def test_policy_counts_what_the_kernels_use_for_e():
+    """Recompute saves nothing, and its kernels form E, of some heads at a time, where no layer asks for it."""
+    config = CarriedConfig(plan="recompute")
+    for T, expected in ((4096, None), (16384, 512 << 20)):
+        layout = TileLayout(config, T, T, device="meta")
+        sizes = {"dtype": torch.bfloat16, "device": torch.device("cpu")}
+        decision = choose_plan(config, layout, 1, 20, impl="triton", **sizes)
+        assert (decision.saved_bytes, decision.transient_bytes) == (0, expected or layout.nbytes(1, 20))
+        assert choose_plan(config, layout, 1, 20, impl="blocked", **sizes).transient_bytes == 0
+
+
 def test_policy_is_what_runs():
     q, k, v = inputs()
     first = Carry(CarriedConfig(impl="blocked", tile=16))

@@ -9,6 +9,7 @@ import torch
 
 from .config import CarriedConfig
 from .layout import TileLayout
+from .triton.settings import TRANSIENT
 
 __all__ = ["Decision", "choose_plan", "free_memory"]
 
@@ -59,9 +60,9 @@ def choose_plan(
 
     One packed buffer holds b = B · H · live tiles · tile² scores. Of an L-layer block, ``stored`` keeps L − 1 buffers,
     ``mixed`` keeps one and forms the rest again, ``recompute`` keeps none and forms every earlier layer's scores again
-    in every layer. The first whose saved and transient bytes fit in half of the free memory is taken, in that order,
-    since each saves matrix products over the next. Plans differ in rounding: name one where runs have to be bitwise
-    equal although the free memory is not.
+    in every layer (its kernels use at most 512 MiB for E, a part of the heads at a time). The first whose saved and
+    transient bytes fit in half of the free memory is taken, in that order, since each saves matrix products over the
+    next. Plans differ in rounding: name one where runs have to be bitwise equal although the free memory is not.
 
     Args:
         config: options; a plan other than ``auto`` is taken as it is.
@@ -85,12 +86,13 @@ def choose_plan(
     size = {
         "stored": ((config.layers - 1) * one * blocks if training else 0, e if training else 2 * one),
         "mixed": (one * blocks if training and config.layers > 2 else 0, e if training else one),
-        "recompute": (0, 0),
+        # The kernels form E for some heads at a time even where no layer asks for it.
+        "recompute": (0, min(e or one, TRANSIENT) if training and impl == "triton" else 0),
     }
     if config.plan != "auto":
         return Decision(config.plan, impl, "asked for", *size[config.plan])
     if config.layers == 1:
-        return Decision("recompute", impl, "a block of one layer carries nothing", 0, 0)
+        return Decision("recompute", impl, "a block of one layer carries nothing", *size["recompute"])
     if impl == "reference":
         return Decision("recompute", impl, "the dense reference keeps whole score matrices", 0, 0)
     if torch.compiler.is_compiling():
@@ -109,7 +111,7 @@ def choose_plan(
             return Decision(plan, impl, "; ".join([*refused, why]), *size[plan])
         refused.append(f"{plan} needs {need / gib:.2f} GiB")
     why = f"more than half of the {free / gib:.2f} GiB free"
-    return Decision("recompute", impl, f"{', '.join(refused)}: {why}", 0, 0)
+    return Decision("recompute", impl, f"{', '.join(refused)}: {why}", *size["recompute"])
 
 
 def carry_dtypes(config: CarriedConfig, dtype: torch.dtype) -> tuple[torch.dtype, torch.dtype]:
