@@ -55,27 +55,33 @@ VARIANTS = {
     "registers free": {"REGISTERS": None},
     "3 stages": {"STAGES": 3},
     "3 stages, registers free": {"REGISTERS": None, "STAGES": 3},
+    "1 GiB of dG": {"BUDGET": 1 << 30},
 }
-TRIED = [("deberta", "registers free"), ("deberta", "3 stages, registers free"), ("txl", "3 stages")]
-"""Variants of the forward beside the committed one."""
+TRIED = [
+    ("deberta", "registers free"),
+    ("deberta", "3 stages, registers free"),
+    ("txl", "3 stages"),
+    ("txl", "1 GiB of dG"),
+]
+"""Variants beside the committed one."""
 BACKWARD = {"attend_band", "key_pass", "query_pass", "collect_tiles", "spread"}
 
 
 @contextmanager
 def registers(on: bool, **variant):
-    """Inside, calls take the kernels of this script (or never do), with a variant of the forward's constants."""
-    from tilewise.triton import band, config
+    """Inside, calls take the kernels of this script (or never do), with a variant of their constants."""
+    from tilewise.triton import band, config, linear_backward
 
-    before = config.SKEW_IN_REGISTERS, {name: getattr(band, name) for name in variant}
-    config.SKEW_IN_REGISTERS = on
-    for name, value in variant.items():
-        setattr(band, name, value)
+    changes = {(config, "SKEW_IN_REGISTERS"): on}
+    changes |= {(linear_backward if name == "BUDGET" else band, name): value for name, value in variant.items()}
+    before = {(module, name): getattr(module, name) for module, name in changes}
+    for (module, name), value in changes.items():
+        setattr(module, name, value)
     try:
         yield
     finally:
-        config.SKEW_IN_REGISTERS = before[0]
-        for name, value in before[1].items():
-            setattr(band, name, value)
+        for (module, name), value in before.items():
+            setattr(module, name, value)
 
 
 @contextmanager
@@ -149,6 +155,13 @@ def check(job, device, backward: bool, shares: bool = False):
 def checks():
     """(job, backward, shares) of every check."""
     return [(job, False, False) for job in FORWARD] + [(job, True, False) for job in BOTH] + [(BOTH[1], True, True)]
+
+
+def shown(case: str, variant: str, direction: str) -> bool:
+    """Whether a variant of a case differs in this direction from the committed one, and has it."""
+    if direction == "backward":
+        return case == "txl" and variant in ("as committed", "1 GiB of dG")
+    return variant != "1 GiB of dG"
 
 
 def timed(case: str, N: int, device: str, new: bool):
@@ -265,7 +278,7 @@ def run_times(record, lengths, until: float):
                 runs = timed(case, N, "cuda", new)
                 with registers(new, **VARIANTS[variant]):
                     for name, run in zip(items, runs, strict=True):
-                        if name == "backward" and (case != "txl" or variant != "as committed"):
+                        if not shown(case, variant, name):
                             continue
                         run()
                         torch.cuda.synchronize()

@@ -33,13 +33,15 @@ WAVE = 264
 """Query blocks that run at once; a launch takes a multiple where it can."""
 
 
-@triton.jit(do_not_specialize=["f0", "f1", "pitch", "B", "blocks", "tiles", "Tq", "batch"])
-def collect_tiles(dg, left, out, ranges, sl, f0, f1, pitch, B, blocks, tiles, Tq, batch, D: tl.constexpr,
+@triton.jit(do_not_specialize=["f0", "f1", "B", "blocks", "tiles", "Tq", "batch"])
+def collect_tiles(dg, left, out, ranges, sl, f0, f1, B, blocks, tiles, Tq, batch, D: tl.constexpr,
                   T: tl.constexpr, RANGED: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
     """out[h, m] += Σ over this launch's batches and query blocks of dGᵀ·left: program (table tile m, head of f0 on).
 
     Query block n meets table tile m in its tile m − blocks + n + 1 of dG. A head's first launch sets instead of adding.
     """
+    # Computed here, where it shows that it is a multiple of 64: rows are read 16 bytes at a time.
+    pitch = (tiles + 1) * T
     m = tl.program_id(0)
     h = f0 // (blocks * B) + tl.program_id(1)
     start = h * B * blocks
@@ -72,7 +74,7 @@ def collect_tiles(dg, left, out, ranges, sl, f0, f1, pitch, B, blocks, tiles, Tq
     tl.store(to, total)
 
 
-@triton.jit(do_not_specialize=["tau", "heads", "R", "count", "zero", "step", "sh", "sr"])
+@triton.jit(do_not_specialize=["tau", "heads", "R", "count", "zero", "step"])
 def spread(partial, grad, tau, heads, R, count, zero, step, sh, sr, sd, D: tl.constexpr, N: tl.constexpr):
     """grad[h, r] = τ · partial[h, zero + step·r], 0 where there is none; `heads` heads are summed, in order."""
     r = tl.program_id(0) * N + tl.arange(0, N)
@@ -168,7 +170,7 @@ def _queries(L: Layout, tensors, stats, shared, sizes, origin: int, grad: Tensor
             heads = (f1 - 1) // per_head - f0 // per_head + 1
             launch(
                 collect_tiles, (blocks + tiles, heads), dg, left.x, partial, L.mask.queries, left.strides, f0, f1,
-                pitch, L.B, blocks, tiles, L.Tq, L.mask.batch, D=L.d, T=TILE, RANGED=L.mask.ranged, STAGES=4,
+                L.B, blocks, tiles, L.Tq, L.mask.batch, D=L.d, T=TILE, RANGED=L.mask.ranged, STAGES=4,
                 num_warps=4,
             )  # fmt: skip
     if grad is None:
