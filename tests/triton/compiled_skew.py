@@ -67,9 +67,11 @@ def main():
         if kernel.__name__ not in ("attend_band", "query_pass", "key_pass", "collect_tiles", "spread"):
             return
         made = kernel.warmup(*args, grid=grid, **meta)
+        ptx = made.asm["ptx"]
         line = {"case": case, "kernel": kernel.__name__, "shared": made.metadata.shared,
-                "invariant": invariant_operands(made.asm["ttgir"]), "unordered": unordered(made.asm["ptx"]),
-                "narrow": len(re.findall(r"(?:ld|st)\.global\.[bu](?:8|16)\b", made.asm["ptx"])), "products": made.asm["ptx"].count("wgmma.mma_async"), **resources(made.asm["cubin"])}  # fmt: skip
+                "invariant": invariant_operands(made.asm["ttgir"]), "unordered": unordered(ptx),
+                "narrow": len(re.findall(r"(?:ld|st)\.global\.[bu](?:8|16)\b", ptx)),
+                "products": ptx.count("wgmma.mma_async"), **resources(made.asm["cubin"])}  # fmt: skip
         print(json.dumps(line), flush=True)
 
     launcher.append(warm)

@@ -118,7 +118,7 @@ def _saturated(acc, l, m, qs, ks, vs, kbars, vbars, k, v, rule, b, hk, i, first,
 @gluon.jit(
     do_not_specialize=[
         "c", "H", "G", "HA", "HC", "B", "Tq", "Tk", "offset", "lo", "hi", "origin_a", "origin_c", "end_a", "end_b",
-        "head_a", "step_a", "left", "right", "batch",
+        "left", "right", "batch",
     ]
 )  # fmt: skip
 def attend_band(q, w, x, k, v, a, cr, ends, o, lse, rule, ranges, c, H, G, HA, HC, B, Tq, Tk, offset, lo, hi, origin_a,
