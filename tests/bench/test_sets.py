@@ -87,6 +87,13 @@ def test_carried_steps_of_all_plans_are_one_function_and_not_the_plain_one():
     assert abs(losses["plain"] - losses["eager"]) > 1e-5
 
 
+def test_cells_that_run_the_same_kernels_share_a_process():
+    groups = runner._groups(runner.select("depth", "cuda", systems=["fla-core"]), cores=1)
+    assert [[c.case for c in g] for g in groups] == [["prefill"], ["decode"], ["training", "training-eager"]]
+    groups = runner._groups(runner.select("carried", "cuda", systems=["tilewise"]), cores=1)
+    assert sorted(len(g) for g in groups) == [2, 4]
+
+
 def test_an_automatic_plan_is_in_the_record():
     (cell,) = cells("carried", cases=["block"], systems=["tilewise"])
     assert " on blocked: " in CARRIED.build(cell).notes["plan"]

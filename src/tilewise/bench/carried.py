@@ -87,6 +87,9 @@ class Carried:
     def compiles(self, system: str) -> bool:
         return system.startswith("tilewise") or system == "no-carry"
 
+    def kernels(self, cell: Cell) -> str:
+        return "window" if cell.size["window"] else "causal"
+
     def warm(self, cell: Cell) -> Cell:
         """The same kernels on one block of few tokens: whole models beside each other would not fit."""
         size = self._short(cell).size

@@ -153,6 +153,9 @@ class BenchSet(Protocol):
     def compiles(self, system: str) -> bool:
         """Whether the system's kernels are compiled at first use, so that its cases deserve processes of their own."""
 
+    def kernels(self, cell: Cell) -> str:
+        """Cells of a system that compiles share a process where this name is the same: they run the same kernels."""
+
     def warm(self, cell: Cell) -> Cell:
         """The cell whose run compiles what `cell` needs, while other processes do the same beside it."""
 

@@ -98,6 +98,9 @@ class Depth:
     def compiles(self, system: str) -> bool:
         return system != "eager"
 
+    def kernels(self, cell: Cell) -> str:
+        return cell.case.removesuffix("-eager")
+
     def warm(self, cell: Cell) -> Cell:
         """Fewer tokens where they choose no kernel: just above decode's 1,024, for Full because its bank is 60 GB."""
         if cell.system.startswith(("tilewise", "plain", "liger", "vllm")) and cell.size["tokens"] > 1040:
@@ -124,7 +127,8 @@ class Depth:
 
         return Workload(
             built.forward, built.leaves, data.dy, base.forward, list(base.leaves.values()), gate=gate, results=results,
-            strict=cell.system.startswith(("tilewise", "plain")), overhead=overhead(data.x, work), capture=cell.case != "training-eager", held=built.held,
+            strict=cell.system.startswith(("tilewise", "plain")), overhead=overhead(data.x, work),
+            capture=cell.case != "training-eager", held=built.held,
         )  # fmt: skip
 
     def truth(self, cell: Cell) -> Truth:

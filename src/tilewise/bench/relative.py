@@ -94,6 +94,9 @@ class Relative:
     def ceiling(self, case: str, system: str) -> bool:
         return case == "none"
 
+    def kernels(self, cell: Cell) -> str:
+        return cell.case
+
     def warm(self, cell: Cell) -> Cell:
         return cell
 

@@ -1,8 +1,8 @@
 """Runs the cells of a set: processes that crash alone, limits, progress, and results kept after every cell.
 
-A system that compiles gets a process for each case, any other one process; all start together and compile side by
-side. A file lock then lets one process at a time have the device. On a GPU an oracle process works out the truths
-meanwhile; elsewhere processes follow one another, and the first that needs a truth works it out.
+A system that compiles gets a process for each case (or set of kernels), any other one process; all start together and
+compile side by side. A file lock then lets one process at a time have the device. On a GPU an oracle process works out
+the truths meanwhile; elsewhere processes follow one another, and the first that needs a truth works it out.
 """
 
 from __future__ import annotations
@@ -116,10 +116,11 @@ def _compiles(cell: Cell) -> bool:
 
 
 def _groups(cells: Sequence[Cell], cores: int | None = None) -> list[list[Cell]]:
-    """Cells by process: one a system or, where it compiles, one a case, or more while that leaves cores idle."""
+    """Cells by process: one a system or, where it compiles, one a set of kernels, or more while cores are idle."""
     groups: dict[tuple, list[Cell]] = {}
     for cell in cells:
-        groups.setdefault((cell.system, cell.case if _compiles(cell) else None), []).append(cell)
+        kernels = bench_set(cell.set).kernels(cell) if _compiles(cell) else None
+        groups.setdefault((cell.system, kernels), []).append(cell)
     compiling = sum(_compiles(g[0]) for g in groups.values())
     parts = max(1, (cores or os.cpu_count() or 1) // max(1, compiling))
     split = []
