@@ -84,14 +84,15 @@ def streams(T: int, d: int, dtype: torch.dtype, device: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cuda", "cpu"))
+    parser.add_argument("--only", type=int, help="one of the nine pairs of dtype and shape: they can run side by side")
     args = parser.parse_args()
-    for dtype in DTYPES[args.device]:
-        for T, d, n in SHAPES[args.device]:
-            operators(T, d, n, dtype, args.device)
-            streams(T, d, dtype, args.device)
-            if args.device == "cuda":
-                torch.cuda.synchronize()
-            print("done", dtype, T, d, n, flush=True)
+    pairs = [(dtype, shape) for dtype in DTYPES[args.device] for shape in SHAPES[args.device]]
+    for dtype, (T, d, n) in pairs if args.only is None else [pairs[args.only]]:
+        operators(T, d, n, dtype, args.device)
+        streams(T, d, dtype, args.device)
+        if args.device == "cuda":
+            torch.cuda.synchronize()
+        print("done", dtype, T, d, n, flush=True)
 
 
 if __name__ == "__main__":
