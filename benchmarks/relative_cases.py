@@ -39,7 +39,8 @@ CHECKS = [
     *((case, mask, dtype, sizes(N, B=B), 0.0) for case, mask, dtype, N, B in (
       ("t5", "none", HALF, 128, 6), ("wav2vec2_bert", "none", HALF, 128, 6), ("shaw", "lengths", HALF, 128, 5),
       ("deberta", "none", HALF, 128, 5), ("deberta", "lengths", BRAIN, 100, 9), ("txl", "none", HALF, 128, 6),
-      ("wav2vec2_bert", "causal", HALF, 256, 7), ("deberta", "packed", HALF, 250, 4), ("explicit", "none", HALF, 90, 5))),
+      ("wav2vec2_bert", "causal", HALF, 256, 7), ("deberta", "packed", HALF, 250, 4),
+      ("explicit", "none", HALF, 90, 5))),
     ("wav2vec2_bert", "none", HALF, sizes(128, B=5, Hk=2), 0.1),
     *((case, "none", SINGLE, sizes(N), 0.0)
       for case, N in (("t5", 1024), ("shaw", 1100), ("deberta", 2176), ("txl", 600))),

@@ -44,7 +44,9 @@ def opcheck(projections: str) -> bool:
     o, lse, kept = FWD(*arguments)
     assert bool(kept.numel()) == (projections == "keep")
     backward = (torch.randn_like(o), None, o, lse, kept, [True] * 4, *arguments)
-    outcome |= {f"{k} of the backward": v for k, v in torch.library.opcheck(BWD, backward, test_utils=tests).items()}
+    outcome |= {
+        f"{k} of the backward": v for k, v in torch.library.opcheck(BWD, backward, test_utils=tests[1:]).items()
+    }
     return set(outcome.values()) == {"SUCCESS"}
 
 

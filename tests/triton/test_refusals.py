@@ -54,13 +54,13 @@ def test_the_forward_in_shared_memory_has_nothing_to_keep():
 
 
 def test_what_is_kept():
-    def kept(case, N, projections="auto", skew="auto", H=12):
+    def kept(case, N, projections="auto", skew="auto", H=2):
         sizes = Sizes(2, H, H, N, N, 64, 64, None, published=True)
         made = call_of(case, sizes, "none", torch.float16, "meta", options=tilewise.Options(skew, projections))
         return triton.kept(made)[0]
 
     # Automatically where it is no more than q, k, v and O: 4 · 64 columns a row.
-    rows = 2 * 12 * 128
+    rows = 2 * 2 * 128
     assert 128 * rows <= kept("wav2vec2_bert", 128) <= 256 * rows
     assert kept("wav2vec2_bert", 1024) == 0
     assert kept("wav2vec2_bert", 1024, "keep") > 0
@@ -68,7 +68,7 @@ def test_what_is_kept():
     assert kept("t5", 128, "keep") == 0
     # Linear memory comes first.
     assert kept("txl", 128) == kept("txl", 128, skew="shared") == 0
-    assert kept("txl", 1024, "keep") >= 2 * 12 * 1024 * 1024
+    assert kept("txl", 1024, "keep") >= 2 * 2 * 1024 * 1024
 
 
 @pytest.fixture
