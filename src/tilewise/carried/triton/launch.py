@@ -101,7 +101,10 @@ class _Layer:
     def products(self, target: int) -> dict:
         """Constants of a product with E that gives layer `target` its gradient."""
         names = ("D", "BD", "S", "COUNT", "GAIN", "UNIFORM", "BATCHED")
-        return {n: self.common[n] for n in names} | {"TARGET": target, "CLOSED": self.opt.back >= 0, "TMA": self.tma}
+        constants = {n: self.common[n] for n in names} | {"CLOSED": self.opt.back >= 0, "TMA": self.tma}
+        # Nothing lies between the last layer and this one: one kernel serves all.
+        alike = self.opt.uniform and self.gains is None
+        return constants | ({"COUNT": 1, "TARGET": 0} if alike else {"TARGET": target})
 
     def packed(self, z: Tensor | None, rows: int, columns: int):
         """A packed buffer as an argument; None stays None."""
