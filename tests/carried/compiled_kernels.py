@@ -77,7 +77,7 @@ def tensors(count, T, H, Hk, d, dtype=torch.bfloat16):
 
 
 def layer(name, config, *, T=4096, H=20, Hk=4, d=128, count=1, z_in=False, z_out=False, accumulate=False, own=False,
-          read_e=False, write_e=False, push=False, backward=True, forward=True):  # fmt: skip
+          read_e=False, write_e=False, push=False, backward=True, forward=True, learned=False):  # fmt: skip
     print(name, flush=True)
     compiled_here.clear()
     q, k, v = tensors(count, T, H, Hk, d)
@@ -97,7 +97,8 @@ def layer(name, config, *, T=4096, H=20, Hk=4, d=128, count=1, z_in=False, z_out
         e = buffer(torch.bfloat16) if read_e or write_e else None
         z = buffer(torch.float16) if z_in or own else None
         last = (tiles.columns, z, own, e, read_e, write_e, push, None, None, options)
-        kernels.backward(O, q, k, v, O, lse, [], centre, *bounds, *last)
+        gain = [torch.empty(H, device="meta") for _ in q] if learned else []
+        kernels.backward(O, q, k, v, O, lse, gain, centre, *bounds, *last)
 
 
 def decoding(T=8192, H=20, Hk=4, d=128, queries=1):
@@ -122,6 +123,7 @@ if __name__ == "__main__":
         "first layer, stored": dict(z_out=True, own=True, read_e=True),
         "plain": dict(),
         "recompute of four": dict(count=4, push=True),
+        "recompute of two with gains": dict(count=2, push=True, forward=False, learned=True),
     }
     for name in sys.argv[1:] or [*CASES, "decode"]:
         if name == "decode":

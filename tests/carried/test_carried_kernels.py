@@ -57,6 +57,10 @@ COMPILED = {
         {"attend": (1, 5), "keys_gradient": (2, 7), "queries_from_e": (0, 1), "keys_from_e": (0, 1)},
         700,
     ),
+    "recompute of two with gains": (
+        {"keys_gradient": (2, 5), "queries_from_e": (0, 1), "keys_from_e": (0, 1)},
+        700,
+    ),
 }
 
 

@@ -69,6 +69,29 @@ def seen_between(tile, bounds, b, i, j, B, Tq, COUNT: tl.constexpr, TARGET: tl.c
 
 
 @triton.jit
+def gain_gradients(d0, d1, d2, d3, ds, taken, gains, bounds, b, B, i, j, Tq, COUNT: tl.constexpr, LEARNED: tl.constexpr,
+                   UNIFORM: tl.constexpr, BATCHED: tl.constexpr):  # fmt: skip
+    """d_t += Σ_queries E_t · (the carry that entered layer t), for the layers of LEARNED's bits."""
+    t0, t1, t2, t3 = taken
+    for r in tl.static_range(COUNT):
+        if (LEARNED >> (COUNT - 1 - r)) & 1:
+            if COUNT - 1 - r == 0:
+                d0 += tl.sum(tl.where(ds != 0.0, ds * t0, 0.0), 1)
+            if COUNT - 1 - r == 1:
+                d1 += tl.sum(tl.where(ds != 0.0, ds * t1, 0.0), 1)
+            if COUNT - 1 - r == 2:
+                d2 += tl.sum(tl.where(ds != 0.0, ds * t2, 0.0), 1)
+            if COUNT - 1 - r == 3:
+                d3 += tl.sum(tl.where(ds != 0.0, ds * t3, 0.0), 1)
+        if r < COUNT - 1:
+            ds = ds * gains[COUNT - 1 - r]
+            if not UNIFORM:
+                before, before_end = bounds_of(bounds, COUNT - 2 - r, b, i, B, Tq, BATCHED)
+                ds = tl.where(visible(before, before_end, j, True), ds, 0.0)
+    return d0, d1, d2, d3
+
+
+@triton.jit
 def _queries(dk, dv, d0, d1, d2, d3, q, kt, sq, v, do, sdo, stats, stat, pad, z, e, gains, shifts, bounds, rows, seed,
              b, bh, plane, h, B, j0, tn, a, end, Tq, M, zslots, slots, start, back, planes, scale, bend, factor, drop,
              inverse, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, BM: tl.constexpr,
@@ -131,23 +154,8 @@ def _queries(dk, dv, d0, d1, d2, d3, q, kt, sq, v, do, sdo, stats, stat, pad, z,
         store_packed(e, slot, i0 - tm * S, j0 - tn * S, tl.trans(stored.to(ETYPE)), S, BM, BN, TMA)
         dk = tl.dot(ds.to(g.dtype), qt[COUNT - 1], dk, input_precision="ieee")
         if LEARNED > 0:
-            for r in tl.static_range(COUNT):
-                t = COUNT - 1 - r
-                if (LEARNED >> t) & 1:
-                    part = tl.sum(tl.where(ds != 0.0, ds * taken[t], 0.0), 1)
-                    if t == 0:
-                        d0 += part
-                    if t == 1:
-                        d1 += part
-                    if t == 2:
-                        d2 += part
-                    if t == 3:
-                        d3 += part
-                if t > 0:
-                    ds = ds * gains[t]
-                    if not UNIFORM:
-                        before, before_end = bounds_of(bounds, t - 1, b, i, B, Tq, BATCHED)
-                        ds = tl.where(visible(before, before_end, j, True), ds, 0.0)
+            d0, d1, d2, d3 = gain_gradients(d0, d1, d2, d3, ds, taken, gains, bounds, b, B, i, j, Tq, COUNT, LEARNED,
+                                            UNIFORM, BATCHED)  # fmt: skip
     return dk, dv, d0, d1, d2, d3
 
 
