@@ -118,22 +118,46 @@ def test_matrix_products_of_a_plan(monkeypatch, plan, layers, expected):
     assert tuple(passes.values()) == expected
 
 
-@pytest.mark.parametrize("plan", ["stored", "mixed", "recompute"])
-@pytest.mark.parametrize(
-    "options", [{}, {"scaling": "gain"}, {"sink": True, "softcap": 3.0}, {"dropout_p": 0.1}], ids=str
-)
-def test_host_code_makes_nothing_on_another_device(monkeypatch, plan, options):
-    """On meta tensors, which PyTorch refuses to mix with the CPU's; and so is the oracle with a mask on the CPU."""
+def on_meta(monkeypatch):
+    """Host code runs on meta tensors; returns a list that gets (name, grid, constants) of every launch."""
     monkeypatch.setattr(launch, "refusal", lambda *_: None)
     monkeypatch.setattr(decode, "refusal", lambda *_: None)
     launches = []
-    monkeypatch.setattr(starting, "launcher", [lambda kernel, *_, **__: launches.append(kernel.fn.__name__)])
+    record = lambda kernel, grid, *_, **meta: launches.append((kernel.fn.__name__, grid, meta))  # noqa: E731
+    monkeypatch.setattr(starting, "launcher", [record])
     count = len(Options._fields) + 1
     for name in ("forward", "backward"):
         # The operators themselves would only say the results' shapes for meta tensors.
         host = getattr(launch, name)
         real = SimpleNamespace(default=lambda *x, host=host: host(*x[:-count], Options(*x[-count:-1])))
         monkeypatch.setattr(torch.ops.tilewise, f"carried_{name}", real)
+    return launches
+
+
+@pytest.mark.parametrize(("layers", "plan"), [(1, "recompute"), (4, "recompute"), (4, "mixed")])
+@pytest.mark.parametrize("T", [1024, 4096, 8192])
+def test_a_pass_over_keys_fills_the_gpu(monkeypatch, layers, plan, T):
+    """Heads are summed in registers only where each launch, of a part of the heads, still has programs enough."""
+    monkeypatch.setattr(settings, "FILL", 1.9)
+    for kind in ("backward", "backward, carried", "backward, summed"):
+        monkeypatch.setitem(settings.WIDE, kind, settings.Shape(64, 128, 8, 2))
+    launches = on_meta(monkeypatch)
+    q, k, v = inputs(layers=layers, T=T, H=20, Hk=4, d=128, dtype=torch.bfloat16, device="meta")
+    outputs = run(CarriedConfig(layers=layers, impl="triton", plan=plan), q, k, v)
+    torch.autograd.grad(outputs, [*q, *k, *v], [torch.ones_like(o) for o in outputs])
+    found = [(grid, meta) for name, grid, meta in launches if name == "keys_gradient"]
+    assert {meta["GROUPED"] for _, meta in found} == {plan == "mixed" and T == 8192}
+    for (blocks, planes), meta in found:
+        assert blocks * planes >= (settings.FILL * 132 if meta["GROUPED"] else min(20 * blocks, 264))
+
+
+@pytest.mark.parametrize("plan", ["stored", "mixed", "recompute"])
+@pytest.mark.parametrize(
+    "options", [{}, {"scaling": "gain"}, {"sink": True, "softcap": 3.0}, {"dropout_p": 0.1}], ids=str
+)
+def test_host_code_makes_nothing_on_another_device(monkeypatch, plan, options):
+    """On meta tensors, which PyTorch refuses to mix with the CPU's; and so is the oracle with a mask on the CPU."""
+    launches = on_meta(monkeypatch)
     q, k, v = inputs(T=256, d=16, dtype=torch.bfloat16, device="meta")
     heads = lambda: [torch.ones(4, device="meta", requires_grad=True) for _ in q]  # noqa: E731
     gain, sink = heads() if "scaling" in options else None, heads() if "sink" in options else None
@@ -148,7 +172,7 @@ def test_host_code_makes_nothing_on_another_device(monkeypatch, plan, options):
     step = {"gain": gain and gain[1], "sink": sink and sink[1], "mask": Mask.lengths([200])}
     row = torch.empty(1, 4, 256, 256, device="meta")
     assert all(x.device.type == "meta" for x in carried_decode(q[0], k[0], v[0], row, 1, config, **step))
-    assert {"attend", "keys_gradient", "queries_from_e", "sum_heads", "decode_keys"} <= set(launches)
+    assert {"attend", "keys_gradient", "queries_from_e", "sum_heads", "decode_keys"} <= {x[0] for x in launches}
 
 
 @given(

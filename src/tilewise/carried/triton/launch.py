@@ -171,8 +171,11 @@ def backward(
     # Else one program a query head, whose dK and dV are summed afterwards, in fp32.
     group = G > 1 and grouped(x.B * x.Hk * blocks, device)
     if e is None:
-        parts = parts_of(planes, G if group else 1, M, columns.shape[1], opt.back, opt.tile**2 * x.bytes,
-                         settings.TRANSIENT)  # fmt: skip
+        cut = (M, columns.shape[1], opt.back, opt.tile**2 * x.bytes, settings.TRANSIENT)
+        parts = parts_of(planes, G if group else 1, *cut)
+        if group and not grouped(parts.planes // G * blocks, device):
+            # A part of the heads at a time leaves too few programs a launch: 64 at 8,192 tokens.
+            group, parts = False, parts_of(planes, 1, *cut)
         e = torch.empty(parts.planes, parts.slots, opt.tile, opt.tile, dtype=v.dtype, device=device)
     else:
         parts = Parts(e.shape[2], planes, [(0, planes)], [(0, M)])
