@@ -140,7 +140,7 @@ def test_a_pass_over_keys_fills_the_gpu(monkeypatch, layers, plan, T):
     """Heads are summed in registers only where each launch, of a part of the heads, still has programs enough."""
     monkeypatch.setattr(settings, "FILL", 1.9)
     for kind in ("backward", "backward, carried", "backward, summed"):
-        monkeypatch.setitem(settings.WIDE, kind, settings.Shape(64, 128, 8, 2))
+        monkeypatch.setitem(settings.WIDE, kind, settings.Shape(32, 128, 8, 2))
     launches = on_meta(monkeypatch)
     q, k, v = inputs(layers=layers, T=T, H=20, Hk=4, d=128, dtype=torch.bfloat16, device="meta")
     outputs = run(CarriedConfig(layers=layers, impl="triton", plan=plan), q, k, v)
