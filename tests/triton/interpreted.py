@@ -53,6 +53,7 @@ JOBS = {
     "lengths": ("wav2vec2_bert", sizes(140, B=2), "lengths", HALF, 0.0),
     "widths": ("vits", sizes(70, 140, d=20, d_v=24), "dense", HALF, 0.0),
     "offset-intervals": ("t5_causal", sizes(70, 200, offset=90), "intervals", HALF, 0.0),
+    "beyond": ("shaw", sizes(20, 40, offset=500), "none", HALF, 0.0),
     "wide": ("wav2vec2_bert", sizes(140, d=80), "none", HALF, 0.0),
     "shares": ("explicit", sizes(80, H=2), "none", HALF, 0.0),
     "negative-scale": ("wav2vec2_bert", sizes(130), "none", HALF, 0.0),

@@ -29,11 +29,14 @@ def held(g: Geometry, r: int) -> tuple[int, int]:
     ("n_rows", "others", "offset", "lo", "hi"),
     [(700, 700, 0, -64, 64), (900, 500, 0, -17, 3), (300, 1000, 700, -90, 91), (300, 1000, -5, 40, 60),
      (1000, 1000, 0, -512, 506), (300, 300, 0, -FAR, FAR), (1, 900, 899, -16, 16),
-     (500, 900, 130, -20, 7), (900, 300, -333, -5, 5)],
+     (500, 900, 130, -20, 7), (900, 300, -333, -5, 5), (20, 40, 500, -64, 64), (20, 40, -500, -64, 64),
+     (1, 80, 300, -16, 16)],
 )  # fmt: skip
 def test_every_entry_has_its_place(n_rows, others, offset, lo, hi, keyed, tile):
     g = Geometry.make(n_rows, others, offset, lo, hi, tile, keyed)
     assert g.shift % 16 == g.stride % 16 == g.head % 16 == g.first % 16 == 0
+    # What a descriptor and a table of columns need, even where nothing is stored.
+    assert g.head > 0 and g.width > 0 and g.last > g.first
     previous = -1
     for r in range(n_rows):
         a, e = held(g, r)

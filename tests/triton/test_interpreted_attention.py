@@ -14,7 +14,7 @@ SHARDS = (
     ("deberta-causal", "explicit-holes", "inkling-fp32", "short", "short-shared"),
     ("txl-packed", "shared-heads-dropout", "pointers", "negative-scale", "zero-scale"),
     ("unneeded", "shares", "kept"),
-    ("bf16",),
+    ("bf16", "beyond"),
 )
 
 

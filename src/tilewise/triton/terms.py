@@ -179,14 +179,16 @@ class Geometry:
         windows = [_window(first, tile, signed, ahead, behind) for first in blocks]
         # Windows move right with their rows, so two rows at this distance never share a place.
         stride = -(-max(e - a for a, e in windows) // 64) * 64
-        shift = -max(windows[0][0], 0)
+        # Where all of the band lies beyond the others nothing is stored, and the strided view still needs a size.
+        shift = -min(max(windows[0][0], 0), (others - 1) // 64 * 64)
         if stride >= whole:
             shift, stride = 0, whole
         top = shift + signed
         # A block's tiles reach this much beyond the band, seen from its first or last row.
         pad = tile[0] + tile[1] - 2
-        first, last = max(-rows - 8, top - ahead - pad), min(shift + whole, top + behind + pad)
-        return cls(rows, others, offset, lo, hi, tile, keyed, stride, shift, top, first // 16 * 16, last)
+        first = max(-rows - 8, top - ahead - pad) // 16 * 16
+        last = max(min(shift + whole, top + behind + pad), first + 16)
+        return cls(rows, others, offset, lo, hi, tile, keyed, stride, shift, top, first, last)
 
     @property
     def head(self) -> int:
@@ -195,7 +197,7 @@ class Geometry:
         first = (self.rows - 1) // self.tile[0] * self.tile[0]
         _, end = _window(first, self.tile, self.top - self.shift, ahead, behind)
         end = max(min(end, -(-self.others // self.tile[1]) * self.tile[1]) + self.shift, 0)
-        return ((self.rows - 1) * self.stride + end + 127) // 128 * 128
+        return max((self.rows - 1) * self.stride + end + 127, 128) // 128 * 128
 
     @property
     def width(self) -> int:
