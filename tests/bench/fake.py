@@ -52,7 +52,7 @@ class Fake:
         return cell.case
 
     def warm(self, cell):
-        return cell
+        return (cell,)
 
     def compiling(self, system):
         return nullcontext()

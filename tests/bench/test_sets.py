@@ -94,6 +94,27 @@ def test_cells_that_run_the_same_kernels_share_a_process():
     assert sorted(len(g) for g in groups) == [2, 4]
 
 
+def test_carried_kernels_are_compiled_for_the_length_of_the_check_and_of_the_cell():
+    """Whether heads are summed in registers follows from the length."""
+    for cell in runner.select("carried", "cuda", systems=["tilewise"]):
+        warm, check = CARRIED.warm(cell), 2048 if cell.size["window"] else 1024
+        assert [w.size["tokens"] for w in warm] == [check, cell.size["tokens"]]
+        assert {(w.case, w.size["layers"], w.size["window"]) for w in warm} == {
+            (cell.case.replace("step", "block"), 4, cell.size["window"])
+        }
+
+
+@pytest.mark.parametrize("system", ["tilewise", "no-carry"])
+@pytest.mark.parametrize("case", ["step", "block"])
+def test_carried_runs_make_no_layout(monkeypatch, case, system):
+    """It is the same for all of them; blocks are captured in a CUDA graph, whole steps are not."""
+    (cell,) = cells("carried", cases=[case], systems=[system])
+    work = CARRIED.build(cell)
+    monkeypatch.setattr("tilewise.carried.state.TileLayout", None)
+    torch.autograd.grad(work.run(), list(work.leaves.values()), work.upstream)
+    assert work.capture == (case == "block")
+
+
 def test_an_automatic_plan_is_in_the_record():
     (cell,) = cells("carried", cases=["block"], systems=["tilewise"])
     assert " on blocked: " in CARRIED.build(cell).notes["plan"]

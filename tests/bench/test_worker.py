@@ -28,7 +28,7 @@ class Bench:
         return False
 
     def warm(self, cell):
-        return cell
+        return (cell,)
 
     def compiling(self, system):
         return nullcontext()
@@ -92,3 +92,12 @@ def test_results_that_are_not_finite_fail_and_can_be_written():
         assert record["ms"] is None
         assert record["numerics"]["o"]["error"] is None
         json.dumps(record, allow_nan=False)
+
+
+def test_all_cells_that_warm_a_cell_are_run(monkeypatch):
+    seen, bench = [], Bench()
+    small = replace(CELL, size={**CELL.size, "n": 2})
+    monkeypatch.setattr(bench, "warm", lambda cell: (small, cell), raising=False)
+    monkeypatch.setattr(worker, "_once", lambda _, cell: seen.append(cell))
+    worker._compile(bench, CELL)
+    assert seen == [small, CELL]

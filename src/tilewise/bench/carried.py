@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ..carried import CarriedConfig, carried_attention
+from ..carried import CarriedConfig, TileLayout, carried_attention
 from .carried_systems import (
     CEILINGS,
     PER_BLOCK,
@@ -40,8 +40,9 @@ class Carried:
     """See :class:`tilewise.bench.cells.BenchSet`.
 
     ``step``: forward and backward of the whole model in bf16, one sequence, no activation checkpointing, PyTorch eager
-    around attention. ``block``: the attention of four layers alone. A window of 0 is none. Every system is gated by
-    the attention of four layers against fp64, outputs and gradients, since 32 layers of dense scores do not fit.
+    around attention. ``block``: the attention of four layers alone, in a CUDA graph. The layout of live tiles is made
+    beforehand, for all blocks and runs. A window of 0 is none. Every system is gated by the attention of four layers
+    against fp64, outputs and gradients, since 32 layers of dense scores do not fit.
     """
 
     name = "carried"
@@ -90,11 +91,13 @@ class Carried:
     def kernels(self, cell: Cell) -> str:
         return "window" if cell.size["window"] else "causal"
 
-    def warm(self, cell: Cell) -> Cell:
-        """The same kernels on one block of few tokens: whole models beside each other would not fit."""
-        size = self._short(cell).size
-        small = {"layers": min(size["layers"], PER_BLOCK), "vocabulary": min(size["vocabulary"], 512)}
-        return replace(cell, size=size | small)
+    def warm(self, cell: Cell) -> tuple[Cell, ...]:
+        """One block's attention, at the check's tokens and at the cell's: the length decides which kernels run, and
+        whole models beside each other would not fit."""
+        block = {"layers": min(cell.size["layers"], PER_BLOCK), "hidden": 0, "vocabulary": 0}
+        lengths = dict.fromkeys((self._short(cell).size["tokens"], cell.size["tokens"]))
+        case = cell.case.replace("step", "block")
+        return tuple(replace(cell, case=case, size={**cell.size, **block, "tokens": n}) for n in lengths)
 
     def compiling(self, system: str) -> AbstractContextManager:
         return nullcontext()
@@ -118,29 +121,32 @@ class Carried:
         device = torch.device(cell.device)
         notes = {"plan": decision(config, shape, cell.torch_dtype, device)} if config.plan == "auto" else {}
         common = {
-            "strict": cell.system.startswith("tilewise"), "gate": gate, "capture": False, "notes": notes,
+            "strict": cell.system.startswith("tilewise"), "gate": gate, "notes": notes,
             "results": lambda pass_: self._checked(cell),
         }  # fmt: skip
         if cell.case.startswith("block"):
             x, upstream = self.draw(cell, shape.tokens, shape.layers)
             runs = [block(system, shape, x) for system in (cell.system, "plain")]
-            return Workload(runs[0], x, upstream, runs[1], list(x.values()), **common)
+            # A block's launches take the host longer than short ones take the GPU.
+            return Workload(runs[0], x, upstream, runs[1], list(x.values()), capture=True, **common)
         model = model_of(cell.system, shape, cell.torch_dtype, cell.device, cell.seed)
         g = torch.Generator(cell.device).manual_seed(cell.seed)
         tokens = torch.randint(shape.vocabulary, (1, shape.tokens + 1), device=cell.device, generator=g)
+        layout = TileLayout(config, shape.tokens, shape.tokens, device=device)
 
         def run_of(system: str):
             attend = attend_of(system, shape, cell.torch_dtype, cell.device)
 
             def run() -> Tensor:
                 with substituted(attend):
-                    return model.loss(tokens)
+                    return model.loss(tokens, layout=layout)
 
             return run
 
         leaves = dict(model.named_parameters())
         one = torch.ones((), device=cell.device)
-        return Workload(run_of(cell.system), leaves, one, run_of("plain"), list(leaves.values()), **common)
+        runs = [run_of(system) for system in (cell.system, "plain")]
+        return Workload(runs[0], leaves, one, runs[1], list(leaves.values()), capture=False, **common)
 
     def _short(self, cell: Cell) -> Cell:
         tokens = min(cell.size["tokens"], max(CHECKED, 2 * cell.size["window"]))

@@ -136,11 +136,13 @@ def layers_of(x: dict[str, Tensor]) -> list[tuple[Tensor, ...]]:
     return [tuple(x[f"{name}{i}"] for name in "qkv") for i in range(len(x) // 3)]
 
 
-def attention(attend: Attend, config: CarriedConfig, x: dict[str, Tensor]) -> list[Tensor]:
+def attention(
+    attend: Attend, config: CarriedConfig, x: dict[str, Tensor], layout: TileLayout | None = None
+) -> list[Tensor]:
     """O of each layer."""
-    carry, outputs = Carry(config), []
+    carry, outputs = Carry(config, layout=layout), []
     for i, qkv in enumerate(layers_of(x)):
-        carry = Carry(config) if i % PER_BLOCK == 0 else carry
+        carry = Carry(config, layout=layout) if i % PER_BLOCK == 0 else carry
         o, carry = attend(*qkv, carry)
         outputs.append(o)
     return outputs
@@ -150,7 +152,8 @@ def block(system: str, shape: Shape, x: dict[str, Tensor]) -> Callable[[], list[
     """Attention alone: () ↦ O of each layer."""
     q = x["q0"]
     attend, config = attend_of(system, shape, q.dtype, q.device), config_of(system, shape)
-    return lambda: attention(attend, config, x)
+    layout = TileLayout(config, shape.tokens, shape.tokens, device=q.device)
+    return lambda: attention(attend, config, x, layout)
 
 
 @contextmanager

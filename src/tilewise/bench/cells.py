@@ -156,8 +156,8 @@ class BenchSet(Protocol):
     def kernels(self, cell: Cell) -> str:
         """Cells of a system that compiles share a process where this name is the same: they run the same kernels."""
 
-    def warm(self, cell: Cell) -> Cell:
-        """The cell whose run compiles what `cell` needs, while other processes do the same beside it."""
+    def warm(self, cell: Cell) -> tuple[Cell, ...]:
+        """The cells whose runs compile what `cell` needs, while other processes do the same beside it."""
 
     def compiling(self, system: str) -> AbstractContextManager:
         """Held while a system compiles."""

@@ -101,11 +101,11 @@ class Depth:
     def kernels(self, cell: Cell) -> str:
         return cell.case.removesuffix("-eager")
 
-    def warm(self, cell: Cell) -> Cell:
+    def warm(self, cell: Cell) -> tuple[Cell, ...]:
         """Fewer tokens where they choose no kernel: just above decode's 1,024, for Full because its bank is 60 GB."""
         if cell.system.startswith(("tilewise", "plain", "liger", "vllm")) and cell.size["tokens"] > 1040:
-            return replace(cell, size={**cell.size, "tokens": 1040})
-        return cell
+            return (replace(cell, size={**cell.size, "tokens": 1040}),)
+        return (cell,)
 
     def compiling(self, system: str) -> AbstractContextManager:
         return compile_only() if system in AUTOTUNED else nullcontext()

@@ -97,8 +97,8 @@ class Relative:
     def kernels(self, cell: Cell) -> str:
         return cell.case
 
-    def warm(self, cell: Cell) -> Cell:
-        return cell
+    def warm(self, cell: Cell) -> tuple[Cell, ...]:
+        return (cell,)
 
     def compiling(self, system: str) -> AbstractContextManager:
         return nullcontext()

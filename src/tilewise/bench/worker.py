@@ -124,7 +124,8 @@ def _compile(bench: BenchSet, cell: Cell) -> None:
     """Run every pass once. What fails here fails again when it is measured, and is recorded there."""
     try:
         with bench.compiling(cell.system):
-            _once(bench, bench.warm(cell))
+            for small in bench.warm(cell):
+                _once(bench, small)
     except BrokenDevice:
         raise
     except Exception as error:
