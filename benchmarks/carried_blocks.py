@@ -27,22 +27,29 @@ CARRIED = ("recompute", "stored", "mixed")
 
 @dataclass(frozen=True)
 class Job:
-    """One block: its plan (``none``: layers without a carry), dtype and tiles other than the table's."""
+    """One block: its plan (``none``: layers without a carry), dtype, tiles other than the table's and its window.
+
+    ``fill`` 0 sums the query heads of a key head in registers, as long sequences do, 1e9 never.
+    """
 
     plan: str
     dtype: torch.dtype = torch.bfloat16
     tiles: tuple[tuple[str, settings.Shape], ...] = ()
+    window: int | None = None
+    fill: float = 1e9
 
 
 @contextmanager
 def tiles_of(job: Job):
-    """The tile table with the job's entries in place of its own."""
-    kept = dict(settings.WIDE)
+    """The tile table and the fill with the job's entries in place of their own."""
+    kept, kept_fill = dict(settings.WIDE), settings.FILL
     settings.WIDE.update(job.tiles)
+    settings.FILL = job.fill
     try:
         yield
     finally:
         settings.WIDE.update(kept)
+        settings.FILL = kept_fill
 
 
 def config_of(plan: str, window: int | None = None, impl: str = "triton") -> CarriedConfig:
@@ -112,13 +119,14 @@ def flash_window(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
 
 
 def _launches(job: Job, act: Callable) -> None:
-    """Run a small block on the CPU with `act` in place of every launch: the same kernels as at any length."""
+    """Run a small block on the CPU with `act` in place of every launch: the kernels of any length, given the fill."""
     refusal, kernels.refusal = kernels.refusal, lambda *_: None
     launcher.append(act)
     try:
         with tiles_of(job):
-            q, k, v, G = tensors(256, "cpu", job.dtype)
-            outputs = carried_block(config_of(job.plan), q, k, v)()
+            # A window is a constant of the kernels where a sequence is longer.
+            q, k, v, G = tensors(256 if job.window is None else 2 * job.window, "cpu", job.dtype)
+            outputs = carried_block(config_of(job.plan, job.window), q, k, v)()
             torch.autograd.grad(outputs, [*q, *k, *v], G)
     finally:
         launcher.pop()

@@ -306,7 +306,12 @@ STAGES = {"tests": tests, "overlap": overlap, "blocks": blocks, "decoding": deco
 
 
 def jobs_of(args) -> list[Job]:
-    return [Job(plan) for plan in ("none", *CARRIED) if plan not in args.without] if "blocks" in args.stages else []
+    """All blocks, with heads summed in registers and without: which of them run follows from length and table."""
+    if "blocks" not in args.stages:
+        return []
+    plans = [plan for plan in ("none", *CARRIED) if plan not in args.without]
+    windows = dict.fromkeys(SHAPES[label][1] for label in args.shapes)
+    return [Job(plan, window=window, fill=fill) for window in windows for fill in (1e9, 0.0) for plan in plans]
 
 
 def shape_of(text: str) -> tuple[str, Shape]:
