@@ -46,3 +46,14 @@ def test_tf32_only_on_request():
     products = {"attend", "grad_key", "grad_query", "project", "fold", "collect"}
     assert {k["kernel"] for k in asked if k["tf32"]} == products
     assert [k["kernel"] for k in compiled("wav2vec2_bert/ieee@80") if k["tf32"]] == []
+
+
+def test_a_new_length_or_offset_compiles_nothing_new():
+    done = subprocess.run(
+        [sys.executable, str(HERE / "specialised.py"), "wavlm", "deberta", "txl"], cwd=HERE, capture_output=True,
+        text=True, timeout=500,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    kernels = [json.loads(line) for line in done.stdout.splitlines()]
+    assert {"attend", "attend_linear", "grad_key", "grad_query", "prepare", "fold"} <= {k["kernel"] for k in kernels}
+    assert [k for k in kernels if k["all"] > k["first"]] == []

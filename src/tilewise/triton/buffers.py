@@ -9,7 +9,19 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .terms import Geometry
 
-__all__ = ["Buffer", "Lookup", "Slab", "Source"]
+__all__ = ["Buffer", "Lookup", "Slab", "Source", "spaced", "spaced_like"]
+
+
+def spaced_like(x: Tensor) -> Tensor:
+    """Room for x [B, H, T] in rows that begin at multiples of 16 entries: x's own strides may depend on T."""
+    B, H, T = x.shape
+    return x.new_empty(B, H, -(-T // 16) * 16)[..., :T]
+
+
+def spaced(x: Tensor) -> Tensor:
+    """x [B, H, T] with such rows: kernels are compiled anew where a stride stops being a multiple of 16."""
+    whole = x.stride(2) == 1 and all(s % 16 == 0 for s in x.stride()[:2])
+    return x if whole else spaced_like(x).copy_(x)
 
 
 class Source:

@@ -10,6 +10,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..call import Call
 from . import config
+from .buffers import spaced_like
 from .config import Tiles, backward_tiles, fold_tiles, projection_tiles
 from .core_gradients import grad_key, grad_query
 from .fold import collect, reduce
@@ -154,8 +155,10 @@ class _Backward:
         for n, grad in self.left.items():
             scalar = L.ports[n].kind == "scalar"
             sums = self.sum_buffer if self.sums == "row" and L.sides and max(L.ends[n]) >= 0 else None
-            out = grad.unsqueeze(-1) if scalar else grad
+            out = spaced_like(grad).unsqueeze(-1) if scalar else grad
             fold_rows(L, n, dz_q, None, sums, out, 1.0 if scalar else L.call.scale, h0, heads, 1, self.fold_shape)
+            if scalar:
+                grad[:, h0 : h0 + heads].copy_(out[:, h0 : h0 + heads, :, 0])
         P = None
         if self.by_value:
             P = store_probabilities(L, made, self.lse, self.tiles_q, h0, heads, self.tma)

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from ..call import Call, Unsupported
 from . import config
+from .buffers import spaced
 from .config import Tiles, backward_tiles, fold_tiles, projection_tiles
 from .core import attend, probabilities
 from .fold import fold
@@ -90,7 +91,8 @@ def shifted(L: Layout, x: Source, wanted: bool) -> Source:
 def prepare_rows(L, qx, kx, vx, grads, qtables, ktables, vtables, functions=(), terms=()) -> None:
     """Launch :func:`.project.prepare`. grads: (do, o, lse, dlse, stats), or None before the forward pass."""
     do, o, lse, dlse, stats = grads or (L.q, L.q, L.anchor, None, L.anchor)
-    pad = stats.shape[-1] if grads else L.Tq
+    pad = stats.shape[-1] if grads else cdiv(L.Tq, 128) * 128
+    dlse = None if dlse is None else spaced(dlse)
     keyed = bool(ktables or vtables)
     blocks = cdiv(max(pad, L.Tk), 64)
     launch(

@@ -11,7 +11,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..call import Call
 from ..terms import Port
-from .buffers import Buffer, Lookup, Slab, Source
+from .buffers import Buffer, Lookup, Slab, Source, spaced
 from .config import Limits, Tiles, forward_tiles
 from .launch import cdiv, launch, next_power_of_2
 from .masks import BLOCK, Masking, dropping
@@ -201,11 +201,9 @@ class Layout(Facts):
 
     def _left(self, port: Port) -> Source | None:
         if port.kind == "scalar":
-            return (
-                None
-                if port.left is None
-                else Source(port.left.unsqueeze(-1).to(torch.promote_types(port.left.dtype, torch.float16)))
-            )
+            if port.left is None:
+                return None
+            return Source(spaced(port.left.to(torch.promote_types(port.left.dtype, torch.float16))).unsqueeze(-1))
         if port.kind == "query":
             return self.q if port.left is None else Source(port.left.to(self.dtype))
         return None
@@ -305,7 +303,8 @@ class Layout(Facts):
         """(device functions, fields, descriptor) of a scalar port."""
         gate, heads = self.lefts[n], self.tables[n].shape[0]
         term = Toeplitz(
-            slab.memory, slab.memory.stride(0), slab.width, slab.width, slab.shift, int(heads > 1), self.edge(n),
+            slab.memory, slab.memory.stride(0), slab.width, slab.width, slab.shift - self.call.offset, int(heads > 1),
+            self.edge(n),
             self.anchor if gate is None else gate.x, *((0, 0, 0) if gate is None else gate.strides),
             tl.constexpr(gate is not None),
         )  # fmt: skip

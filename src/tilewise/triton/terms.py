@@ -46,7 +46,10 @@ class Store(NamedTuple):
 
 
 class Toeplitz(NamedTuple):
-    """gate_i · b[φ(δ)]: `z` holds b as a [rows, width] slab a head, each row the one above shifted by one."""
+    """gate_i · b[φ(δ)]: `z` holds b as a [rows, width] slab a head, each row the one above shifted by one.
+
+    The tile of query i and key j begins at column j − i + shift; shift is a multiple of 16 whatever the call's offset.
+    """
 
     z: Any
     head: Any
@@ -85,7 +88,7 @@ class Skewed(NamedTuple):
 def toeplitz_band(t, z, b, h, n, i0, j0, offset, Tq, Tk, BM: tl.constexpr, BN: tl.constexpr,
                   TURNED: tl.constexpr, TMA: tl.constexpr):  # fmt: skip
     """The term's [BM, BN] tile ([BN, BM] where TURNED) in log2 units."""
-    tile = load_skewed(t, z, h * t.heads, 0, j0 - i0 - offset + t.shift, BM, BM, BN, TMA).to(tl.float32) * _LOG2E
+    tile = load_skewed(t, z, h * t.heads, 0, j0 - i0 + t.shift, BM, BM, BN, TMA).to(tl.float32) * _LOG2E
     if t.GATED:
         i = i0 + tl.arange(0, BM)
         at = t.gate + tl.cast(b, tl.int64) * t.gate_batch + tl.cast(h, tl.int64) * t.gate_head + i * t.gate_row
