@@ -64,8 +64,23 @@ def check(name):
     print(name, flush=True)
 
 
+def saturated():
+    """Scores beyond fp16's range are stored as its largest number, not as infinity, by either path."""
+    q, k = (x * torch.ones(1, 1, n, 16, dtype=F16) for x, n in ((80.0, 1), (100.0, 70)))
+    k[:, :, 1:] *= -1
+    v = torch.randn(1, 1, 70, 16).half()
+    for step in (carried_decode, partial(decode.decode, splits=1)):
+        row = None
+        for layer in range(3):
+            given = {"mask": None, "offset": None, "gain": None, "sink": None, "row_dtype": F16}
+            o, row = step(q, k, v, row, layer, CarriedConfig(layers=3, impl="blocked"), **given)
+            assert torch.equal(o[0, 0, 0], v[0, 0, 0])
+            assert row is None or (row.abs() == 65504.0).all()
+    print("saturated", flush=True)
+
+
 if __name__ == "__main__":
     exact_bf16()
     torch.manual_seed(0)
-    for name in sys.argv[1:] or CASES:
-        check(name)
+    for name in sys.argv[1:] or [*CASES, "saturated"]:
+        saturated() if name == "saturated" else check(name)

@@ -39,8 +39,8 @@ def test_kernels_under_the_interpreter():
 
 
 def test_decode_kernel_under_the_interpreter():
-    """One and several queries, split keys, windows that differ, lengths, offsets, gain, sink and softcap."""
-    assert len(script("interpreted_decode.py", TRITON_INTERPRET="1").splitlines()) == 10
+    """One and several queries, split keys, windows that differ, lengths, offsets, gain, sink, softcap, saturation."""
+    assert len(script("interpreted_decode.py", TRITON_INTERPRET="1").splitlines()) == 11
 
 
 def test_precision_study_of_the_kernels():

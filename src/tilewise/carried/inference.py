@@ -34,7 +34,7 @@ def carried_decode(
         offset: position of the first new token: a number, or int tensor [B] for sequences of different length (then
             `mask` has no bounds); default Tk − Tq.
         gain, sink: as in :func:`carried_attention`.
-        row_dtype: dtype of the row; default fp32 (fp64 for fp64 inputs). fp16 halves its traffic.
+        row_dtype: dtype of the row; default fp32 (fp64 for fp64 inputs). fp16 halves its traffic, up to ±65504.
 
     Returns:
         O [B, H, Tq, d_v] and ΣQKᵀ [B, H, Tq, Tk] where seen, else 0; None after the last layer of the block.
@@ -74,7 +74,9 @@ def carried_decode(
         U = U + (gain.to(real)[:, None, None] * row.to(real) if config.scaling == "gain" else row.to(real))
     carried = None
     if layer < config.layers - 1:
-        carried = U.masked_fill(~seen, 0.0).to(row_dtype or real)
+        carried = U.masked_fill(~seen, 0.0)
+        # Larger scores would be stored as infinite, and the softmax of two of them is NaN.
+        carried = (carried.clamp(-65504.0, 65504.0) if row_dtype == torch.float16 else carried).to(row_dtype or real)
         U = carried.to(real)
 
     S = U * ((d**-0.5 if config.scale is None else config.scale) / config.divisor(layer))

@@ -109,7 +109,10 @@ def decode_keys(q, k, v, o, m_out, l_out, z_in, z_out, gains, sink, offsets, bou
             u += gain[:, None] * tl.load(z_in + row[:, None] * Tk + j[None, :], mask=stored, other=0.0).to(tl.float32)
         seen = visible(lo, hi, j)
         if WRITES:
-            z = tl.where(seen, u, 0.0).to(z_out.dtype.element_ty)
+            z = tl.where(seen, u, 0.0)
+            if z_out.dtype.element_ty == tl.float16:
+                z = tl.minimum(tl.maximum(z, -65504.0), 65504.0)
+            z = z.to(z_out.dtype.element_ty)
             tl.store(z_out + row[:, None] * Tk + j[None, :], z, mask=stored)
             u = z.to(tl.float32)
         s, _ = softmax_argument(u, scale, bend, SOFTCAP)
