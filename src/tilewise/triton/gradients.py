@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
@@ -11,6 +9,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from ..call import Call
 from . import config
 from .buffers import spaced_like
+from .cached import cached
 from .config import Tiles, backward_tiles, fold_tiles, projection_tiles
 from .core_gradients import grad_key, grad_query
 from .fold import collect, reduce
@@ -308,7 +307,7 @@ class _Backward:
         return (self.sum_buffer[..., None, :] @ left).squeeze(-2).cumsum(0).permute(1, 2, 0, 3).contiguous(), 1, ()
 
 
-@lru_cache(maxsize=128)
+@cached(128)
 def _by_row(rows, geometry: Geometry, R: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Columns (from geometry.first) in the order of their table rows, and where each of the R rows starts (int32)."""
     row = column_rows(rows, geometry, geometry.first, geometry.last, device)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import torch
 from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from .cached import cached
 from .launch import cdiv, launch
 from .plan import Layout, Source, padded
 from .project import expand
@@ -60,7 +59,7 @@ def expanded(L: Layout, n: int, descending: bool) -> tuple[Tensor, int]:
     return out, high if descending else -low
 
 
-@lru_cache(maxsize=64)
+@cached(64)
 def _rows_between(rows, low: int, high: int, descending: bool, device: torch.device) -> Tensor:
     delta = torch.arange(low, high + 1, device=device)
     return rows_of(rows, delta.flip(0) if descending else delta).contiguous()

@@ -12,6 +12,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from ..call import Call
 from ..terms import Port
 from .buffers import Buffer, Lookup, Slab, Source, spaced
+from .cached import cached
 from .config import Limits, Tiles, forward_tiles
 from .launch import cdiv, launch, next_power_of_2
 from .masks import BLOCK, Masking, dropping
@@ -351,11 +352,11 @@ def _precision(call: Call) -> str:
     return "tf32"
 
 
-@lru_cache(maxsize=64)
+@cached(64)
 def _scalar_rows(rows, low: int, high: int, device: torch.device) -> Tensor:
     return rows_of(rows, torch.arange(low, high + 1, device=device))
 
 
-@lru_cache(maxsize=16)
+@cached(16)
 def _nothing(device: torch.device) -> Tensor:
     return torch.zeros(4, dtype=torch.int32, device=device)

@@ -8,7 +8,6 @@ tile is an ordinary strided tile.
 """
 
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +15,7 @@ import triton
 import triton.language as tl
 
 from ..rows import RowMap
+from .cached import cached
 from .tiles import load_skewed
 
 LOG2E = 1.4426950408889634
@@ -242,7 +242,7 @@ def end_rows(rows: RowMap) -> tuple[int, int]:
     return int(rows.span(hi, hi)[0]), int(rows.span(lo, lo)[0])
 
 
-@lru_cache(maxsize=64)
+@cached(64)
 def _master(rows: RowMap, device: torch.device) -> torch.Tensor:
     lo, hi = rows.saturation
     return rows.span(lo, hi).to(device)
@@ -257,7 +257,7 @@ def rows_of(rows: RowMap, delta: torch.Tensor) -> torch.Tensor:
     return _master(rows, delta.device)[(delta.clamp(lo, hi) - lo).to(torch.int64)]
 
 
-@lru_cache(maxsize=128)
+@cached(128)
 def column_rows(rows: RowMap, geometry: Geometry, first: int, last: int, device: torch.device) -> torch.Tensor:
     """The table row of each column first … last − 1 (int32, −1 for none)."""
     return rows_of(rows, geometry.offsets(first, last, device)).contiguous()
