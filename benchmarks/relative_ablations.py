@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import time
 from contextlib import contextmanager
 from pathlib import Path
@@ -123,8 +124,8 @@ def measure(lengths, seconds: float, rounds: int = 3, rep: int = 25):
                 if case not in cases:
                     continue
                 if time.time() - start > seconds:
-                    print("stopped at the time limit", flush=True)
-                    return records
+                    records.append(dict(ablation=name, case=case, n=N, error="no time left"))
+                    continue
                 torch.manual_seed(0)
                 try:
                     with ablated(name) as options:
@@ -143,6 +144,8 @@ def measure(lengths, seconds: float, rounds: int = 3, rep: int = 25):
                     print(f"{name} {case} N={N}: {type(error).__name__} {str(error)[-300:]}", flush=True)
                     records.append(dict(ablation=name, case=case, n=N, error=f"{type(error).__name__}: {error}"[:500]))
             for at, (pass_, runs) in enumerate(items.items()):
+                if not runs:
+                    continue
                 medians, samples = steady(runs, rounds, rep)
                 for name, ms in medians.items():
                     peak, far, same = facts[name]
@@ -171,6 +174,12 @@ def main():
     records = measure(lengths, arguments.seconds)
     gpu = torch.cuda.get_device_properties(0).name
     Path(arguments.out).write_text(json.dumps({"gpu": gpu, "torch": torch.__version__, "records": records}, indent=1))
+    for record in (missing := [r for r in records if "error" in r]):
+        print(
+            f"without a result: {record['ablation']} {record['case']} {record['n']}: {record['error'][:100]}",
+            flush=True,
+        )
+    sys.exit(1 if missing else 0)
 
 
 if __name__ == "__main__":

@@ -20,14 +20,15 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 
 STEPS = {
-    "check": (130, "relative_kernels.py check --compile-seconds {compile} --out {json}"),
-    "time": (90, "relative_kernels.py time --lengths 128,256,512,2048,8192 --compile-seconds {compile} --out {json}"),
+    "check": (130, "relative_kernels.py check --compile-seconds {compile} --seconds {run} --out {json}"),
+    "time": (90, "relative_kernels.py time --lengths 128,256,512,2048,8192 --compile-seconds {compile} "
+                 "--seconds {run} --out {json}"),
     "numerics": (110, "relative_numerics.py --lengths 1024,4096,8192,16384 --compile-seconds {compile} "
                       "--seconds {run} --out {json}"),
     "ablations": (80, "relative_ablations.py --lengths 512,8192 --compile-seconds {compile} --seconds {run} "
                       "--out {json}"),
-    "memcheck": (40, "relative_memcheck.py --seconds {run}"),
-    "racecheck": (40, "relative_memcheck.py --seconds {run}"),
+    "memcheck": (40, "relative_memcheck.py --compile-seconds {compile} --seconds {run}"),
+    "racecheck": (40, "relative_memcheck.py --compile-seconds {compile} --seconds {run}"),
     "traffic": (30, "relative_traffic.py --seconds {run} --out {json}"),
     "scaling": (20, "relative_scaling.py --compile-seconds {compile} --seconds {run} --out {json}"),
 }  # fmt: skip
@@ -42,7 +43,9 @@ def command(name: str, out: Path, limit: float, python: str = sys.executable) ->
     script, *arguments = text.split()
     words = [python, str(HERE / script), *arguments]
     if name in ("memcheck", "racecheck"):
-        return ["compute-sanitizer", "--tool", name, "--error-exitcode", "9", *words]
+        # The processes that compile have no GPU to watch.
+        watched = ["--target-processes", "application-only"]
+        return ["compute-sanitizer", "--tool", name, *watched, "--error-exitcode", "9", *words]
     return words
 
 
@@ -99,6 +102,7 @@ def main() -> None:
     print(f"{'step':<12}{'s':>6}  status")
     for step in done:
         print(f"{step['step']:<12}{step['seconds']:6.0f}  {step['status']}")
+    sys.exit(1 if any(step["status"] != 0 for step in done) else 0)
 
 
 if __name__ == "__main__":

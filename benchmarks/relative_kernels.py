@@ -53,6 +53,10 @@ def compile_one(job):
             with ablated(job[1]) as options:
                 for run in passes_of(*timed_call(job[2], job[3], "meta", **options)):
                     run()
+        elif job[0] == "memcheck":
+            from relative_memcheck import run_one
+
+            run_one(*job[1:], "meta")
         elif job[0] == "numerics":
             from relative_numerics import compile_ours
 
@@ -132,8 +136,14 @@ def cudnn(N: int, tokens: int = 16384, H: int = 12, d: int = 64, dtype=HALF, cau
     return no_grad, lambda: torch.autograd.grad(o, (q, k, v), g, retain_graph=True)
 
 
-def time_all(lengths, record, rounds: int = 4, rep: int = 30, only=MECHANISMS):
+def time_all(lengths, record, rounds: int = 4, rep: int = 30, only=MECHANISMS, until: float = float("inf")) -> int:
+    """How many cases failed or had no time left; the others' times are added to `record`."""
+    wrong = 0
     for N in lengths:
+        if time.time() > until:
+            print(f"N={N}: no time left", flush=True)
+            wrong += len(only)
+            continue
         H, d, B = 12, 64, max(1, 16384 // N)
         unit = B * H * N * N * d / 1e9
         items = {"forward": [], "backward": []}
@@ -154,6 +164,7 @@ def time_all(lengths, record, rounds: int = 4, rep: int = 30, only=MECHANISMS):
                     memory[case, name] = (torch.cuda.max_memory_allocated() - before) / 2**20
                     items[name].append((case, graphed(run)))
             except Exception as error:
+                wrong += 1
                 print(f"{case} N={N} failed: {type(error).__name__} {str(error)[-300:]}", flush=True)
         for name, factor in (("forward", 4), ("backward", 10)):
             medians, samples = steady(items[name], rounds, rep)
@@ -171,6 +182,7 @@ def time_all(lengths, record, rounds: int = 4, rep: int = 30, only=MECHANISMS):
             print(f"{name:8s} N={N}: {'; '.join(shown)}", flush=True)
         items = None
         torch.cuda.empty_cache()
+    return wrong
 
 
 def time_extra(record):
@@ -209,6 +221,7 @@ def main():
     parser.add_argument("--lengths", default="512,2048,8192")
     parser.add_argument("--only", default=",".join(MECHANISMS))
     parser.add_argument("--checks", default="", help="only checks whose label contains this")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="no check or length begins after this")
     arguments = parser.parse_args()
     lengths, only = [int(n) for n in arguments.lengths.split(",")], arguments.only.split(",")
     chosen = [n for n, job in enumerate(CHECKS) if arguments.checks in label(*job)]
@@ -229,9 +242,10 @@ def main():
     properties = torch.cuda.get_device_properties(0)
     result = dict(gpu=properties.name, torch=torch.__version__, triton=triton.__version__, cuda=torch.version.cuda,
                   time=time.strftime("%Y-%m-%d"), checks=[], timings=[], profile=[], tuned=[])  # fmt: skip
+    wrong, until = 0, time.time() + arguments.seconds
     try:
         if "time" in arguments.what:
-            time_all(lengths, result["timings"], only=only)
+            wrong += time_all(lengths, result["timings"], only=only, until=until)
         if "extra" in arguments.what:
             time_extra(result["timings"])
         if "profile" in arguments.what:
@@ -239,25 +253,29 @@ def main():
         if "tune" in arguments.what:
             result["tuned"] = tune((max(lengths), min(lengths)), only)
         if "check" in arguments.what:
-            wrong = 0
+            failed = 0
             for n in chosen:
                 name = label(*CHECKS[n])
+                if time.time() > until:
+                    failed += 1
+                    result["checks"].append(dict(case=name, ok=False, error="no time left"))
+                    continue
                 try:
                     budgets = check_one(CHECKS[n], "cuda")
                     bad = [b for b in budgets if not b.ok]
                     result["checks"].append(dict(case=name, ok=not bad, budgets=[vars(b) for b in budgets]))
-                    wrong += bool(bad)
+                    failed += bool(bad)
                     text = "; ".join(f"{b.name} {b.error:.1e}/{b.allowed:.1e} rel {b.relative:.0e}" for b in bad)
                     print("ok " if not bad else "BAD", name, text, flush=True)
                 except Exception as error:
-                    wrong += 1
+                    failed += 1
                     result["checks"].append(dict(case=name, ok=False, error=repr(error)[-500:]))
                     print("EXC", name, repr(error)[-400:], flush=True)
-            print(f"{len(chosen) - wrong} of {len(chosen)} checks within budget", flush=True)
-            if wrong:
-                sys.exit(1)
+            print(f"{len(chosen) - failed} of {len(chosen)} checks within budget", flush=True)
+            wrong += failed
     finally:
         Path(arguments.out).write_text(json.dumps(result))
+    sys.exit(1 if wrong else 0)
 
 
 if __name__ == "__main__":

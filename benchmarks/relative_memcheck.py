@@ -3,6 +3,9 @@
     compute-sanitizer --tool memcheck python benchmarks/relative_memcheck.py
     compute-sanitizer --tool racecheck python benchmarks/relative_memcheck.py
 
+Exit status 1: a result is not finite, or not every call came before the time limit. Kernels are compiled beforehand by
+processes without a GPU, which the sanitizer does not watch.
+
 Lengths are no multiples of a tile, so that the ragged edges are met; saturated tiles are, too. Allocations are one
 for each tensor (`PYTORCH_NO_CUDA_MEMORY_CACHING=1`, set here), so that an access beyond one is seen.
 """
@@ -11,7 +14,9 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 import time
+from dataclasses import replace
 
 os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
 
@@ -33,32 +38,40 @@ JOBS = [
 ]  # fmt: skip
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seconds", type=float, default=60, help="no case begins after this")
-    arguments = parser.parse_args()
-    from dataclasses import replace
+CALLS = [(n, projections) for n in range(len(JOBS)) for projections in ("recompute", "keep")]
 
+
+def run_one(n: int, projections: str, device: str) -> list:
+    """O and the gradients of a call."""
     from relative_checks import call_of, run
 
     from tilewise import Options
 
-    start, done = time.time(), 0
-    for case, mask, dtype, s, dropout in JOBS:
-        for projections in ("recompute", "keep"):
-            if time.time() - start > arguments.seconds:
-                print(f"stopped at the time limit after {done} of {2 * len(JOBS)} calls", flush=True)
-                return
-            call = call_of(case, s, mask, dtype, "cuda", dropout)
-            call = replace(call, options=Options(projections=projections))
-            do = torch.randn(s.B, s.H, s.Tq, s.d_v, device="cuda").to(dtype)
-            o, _, grads = run(call, do, None)
-            torch.cuda.synchronize()
-            bad = [n for n, x in enumerate((o, *grads)) if not bool(torch.isfinite(x).all())]
-            done += 1
-            print(f"{'NOT FINITE ' + str(bad) if bad else 'done'} {label(case, mask, dtype, s, dropout)} {projections}",
-                  flush=True)  # fmt: skip
-    print(f"{done} calls", flush=True)
+    case, mask, dtype, s, dropout = JOBS[n]
+    call = replace(call_of(case, s, mask, dtype, device, dropout), options=Options(projections=projections))
+    o, _, grads = run(call, torch.randn(s.B, s.H, s.Tq, s.d_v, device=device).to(dtype), None)
+    return [o, *grads]
+
+
+def main() -> None:
+    from relative_kernels import precompile
+
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seconds", type=float, default=60, help="no case begins after this")
+    parser.add_argument("--compile-seconds", type=float, default=60)
+    arguments = parser.parse_args()
+    precompile([("memcheck", *call) for call in CALLS], arguments.compile_seconds)
+    start, done, wrong = time.time(), 0, 0
+    for n, projections in CALLS:
+        if time.time() - start > arguments.seconds:
+            break
+        results = run_one(n, projections, "cuda")
+        torch.cuda.synchronize()
+        bad = [position for position, x in enumerate(results) if not bool(torch.isfinite(x).all())]
+        done, wrong = done + 1, wrong + bool(bad)
+        print(f"{'NOT FINITE ' + str(bad) if bad else 'done'} {label(*JOBS[n])} {projections}", flush=True)
+    print(f"{done} of {len(CALLS)} calls, {wrong} not finite", flush=True)
+    sys.exit(1 if wrong or done < len(CALLS) else 0)
 
 
 if __name__ == "__main__":

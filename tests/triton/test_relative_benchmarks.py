@@ -9,6 +9,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import relative_ablations as ablations
 import relative_all
+import relative_kernels
+import relative_memcheck
 from relative_cases import passes_of, timed_call
 from relative_memcheck import JOBS
 from relative_tiles import VARIANTS, replaced, variants
@@ -95,3 +97,30 @@ def test_shapes_that_are_tried_are_legal():
 def test_memory_checks_meet_ragged_edges_and_shared_tiles():
     assert all(s.Tq % 64 for _, _, _, s, _ in JOBS)
     assert any(s.B >= 4 and s.Tq <= 256 for _, _, _, s, _ in JOBS)
+
+
+@pytest.mark.parametrize(("value", "seconds", "status"), [(0.0, "60", 0), (float("nan"), "60", 1), (0.0, "-1", 1)])
+def test_memory_checks_fail_where_a_result_is_not_finite_or_missing(monkeypatch, value, seconds, status):
+    monkeypatch.setattr(relative_memcheck, "run_one", lambda n, projections, device: [torch.tensor([value])])
+    monkeypatch.setattr(relative_kernels, "precompile", lambda jobs, seconds: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(sys, "argv", ["relative_memcheck.py", "--seconds", seconds])
+    with pytest.raises(SystemExit) as ended:
+        relative_memcheck.main()
+    assert ended.value.code == status
+
+
+def test_memory_checks_can_be_compiled_beforehand(noted):
+    for call in relative_memcheck.CALLS:
+        relative_memcheck.run_one(*call, "meta")
+    assert {"attend", "grad_key", "grad_query", "probabilities", "fold", "reduce"} <= {kernel for kernel, _, _ in noted}
+
+
+@pytest.mark.parametrize(("status", "ended"), [(0, 0), (4, 1), ("stopped after 3 s", 1)])
+def test_a_step_that_fails_makes_the_whole_fail(monkeypatch, tmp_path, status, ended):
+    outcome = {"step": "check", "status": status, "seconds": 1.0, "tail": []}
+    monkeypatch.setattr(relative_all, "run", lambda *a: outcome)
+    monkeypatch.setattr(sys, "argv", ["relative_all.py", str(tmp_path), "--only", "check"])
+    with pytest.raises(SystemExit) as found:
+        relative_all.main()
+    assert found.value.code == ended
