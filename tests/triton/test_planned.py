@@ -1,6 +1,7 @@
 """Peak memory and launches of the published mechanisms at 12 heads × 64 and 16,384 tokens, as the host plans them."""
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,10 @@ from planned import Allocations, passes
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 from relative_cases import timed_call
+
+from tilewise import triton
+from tilewise.triton import config
+from tilewise.triton.launch import launcher
 
 
 def planned(case, N, **options):
@@ -58,3 +63,20 @@ def test_short_sequences_share_the_tiles_of_residue_rows():
                 if kernel in ("project", "fold"):
                     # 8 residues of 64 rows a tile.
                     assert grid == (12 * 16384 // 64,)
+
+
+@pytest.mark.parametrize("registers", [False, True])
+def test_no_descriptor_has_the_stride_of_expanded_heads(monkeypatch, registers):
+    monkeypatch.setattr(config, "SKEW_IN_REGISTERS", registers)
+    call, _ = timed_call("txl", 512, "meta", H=2)
+    port = call.ports[0]
+    call = replace(call, ports=(replace(port, table=port.table[:1].expand(2, -1, -1)),))
+    seen = []
+    launcher.append(lambda kernel, grid, *args, **meta: seen.extend(x for x in args if hasattr(x, "block_shape")))
+    o, lse = torch.empty_like(call.q), torch.empty(call.q.shape[:3], device="meta")
+    leaves = [call.q, call.k, call.v, *call.tensors]
+    triton.forward(call, o, lse)
+    triton.backward(call, o, None, o, lse, [True] * len(leaves), [torch.empty_like(x) for x in leaves])
+    launcher.pop()
+    assert seen
+    assert all(s > 0 for x in seen for s in x.strides)

@@ -44,7 +44,8 @@ def expanded(L: Layout, n: int, descending: bool) -> tuple[Tensor, int]:
     It covers every offset of a tile with an unsaturated one. An identity map's own table is taken where it will do.
     """
     rows, table = L.ports[n].rows, L.tables[n]
-    aligned = all(s * 2 % 16 == 0 for s in table.stride()[:2]) and table.data_ptr() % 16 == 0
+    # Expanded heads have the stride 0, which no descriptor takes.
+    aligned = all(s > 0 and s * 2 % 16 == 0 for s in table.stride()[:2]) and table.data_ptr() % 16 == 0
     if rows.kind == "identity" and bool(rows.params[1]) == descending and aligned:
         return table, rows.params[0]
     low, high = max(L.lo, L.call.offset + 1 - L.Tk), min(L.hi, L.Tq - 1 + L.call.offset)

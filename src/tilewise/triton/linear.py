@@ -228,8 +228,9 @@ def forward(L: Layout, o: Tensor, lse: Tensor) -> None:
     reach, descending = port.rows.params
     if not descending:
         table = table[:, : port.rows.size].flip(1)
-    if any(s * 2 % 16 for s in table.stride()[:2]) or table.data_ptr() % 16:
-        table = table.contiguous()
+    # Expanded heads have the stride 0, which no descriptor takes; an unaligned table may be contiguous already.
+    if any(s == 0 or s * 2 % 16 for s in table.stride()[:2]) or table.data_ptr() % 16:
+        table = table.clone(memory_format=torch.contiguous_format)
     layout = lambda shape: gl.NVMMASharedLayout.get_default_for(shape, _gluon(L.dtype))  # noqa: E731
 
     def rows(x: Source | Tensor):

@@ -110,7 +110,7 @@ def backward(
     port, left = L.ports[0], L.lefts[0]
     g = Source(do)
     if not g.describable:
-        g = Source(do.contiguous())
+        g = Source(do.clone(memory_format=torch.contiguous_format))
     own = port.left is None
     stats = torch.empty(4, L.B * L.H, -(-L.Tq // 128) * 128, dtype=torch.float32, device=L.device)
     prepare_rows(L, L.q, L.k, L.v, (g, Source(o), lse, dlse, stats), (), (), ())
