@@ -58,7 +58,8 @@ def rows_of(system, name, label, N, device, builders):
     case, sizes = MECHANISMS[name], Sizes(1, 2, 2, N, N, 64, 64, None, published=True)
     dtype = getattr(torch, label.partition("-")[0])
     if device == "cuda":
-        torch.backends.cuda.matmul.fp32_precision = "tf32" if label.endswith("tf32") else "ieee"
+        # Sets matmul.fp32_precision too; FlexAttention's compiler refuses to run where that alone was set.
+        torch.set_float32_matmul_precision("high" if label.endswith("tf32") else "highest")
     x, upstream = inputs(case, sizes, dtype, device)
     exact = truth(case, sizes, x, upstream)
     leaves = {key: value.requires_grad_() for key, value in x.items()}
