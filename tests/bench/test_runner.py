@@ -116,7 +116,8 @@ def test_what_compiles_for_too_long_comes_last(tmp_path, monkeypatch):
         if "postponed: a slow" in line:
             quick.touch()
 
-    runner.run(cells, tmp_path / "r.json", plan=PLAN, limits=runner.Limits(patience=1.0), say=say, jobs=2)
+    limits = runner.Limits(measure=500.0, compile=500.0, start=500.0, patience=1.0)
+    runner.run(cells, tmp_path / "r.json", plan=PLAN, limits=limits, say=say, jobs=2)
     assert [r["system"] for r in records.load(tmp_path / "r.json")[1:]] == ["fine", "fine", "slow", "slow"]
     assert [r["error"] for r in records.load(tmp_path / "r.json")[1:]] == [None] * 4
     assert quick.exists()
