@@ -51,6 +51,9 @@ def test_opcheck(name, dtype, sizes, layout, dropout_p):
     masks = tw.Mask.lengths([max(sizes.Tk - 3, 0), sizes.Tk]) & tw.Mask.window(6, 2)
     arguments = operator_arguments(CASES[name], sizes, dtype, masks, dropout_p, layout)
     assert set(torch.library.opcheck(FWD, arguments).values()) == {"SUCCESS"}
+    learning = [x.detach().requires_grad_() if torch.is_tensor(x) and x.is_floating_point() else x for x in arguments]
+    learning[3] = [x.detach().requires_grad_() for x in arguments[3]]
+    assert set(torch.library.opcheck(FWD, tuple(learning)).values()) == {"SUCCESS"}
     o, lse, kept = FWD(*arguments)
     assert kept.numel() == 0
     need = [True] * (3 + len(arguments[3]))
@@ -105,6 +108,49 @@ def test_compiles_without_gradients_for_any_number_of_tables(name):
 
     torch._dynamo.reset()
     torch.testing.assert_close(torch.compile(run, fullgraph=True, backend="aot_eager")(x), run(x))
+
+
+class Attending(torch.nn.Module):
+    """A projection and attention with a table that learns."""
+
+    def __init__(self, name):
+        super().__init__()
+        self.project = torch.nn.Linear(16, 48)
+        self.table = torch.nn.Parameter(torch.randn(32, 2) if name == "t5" else torch.randn(9, 8))
+        self.name = name
+
+    def forward(self, x):
+        q, k, v = self.project(x).unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4)
+        terms = tw.T5(self.table) if self.name == "t5" else tw.Shaw(self.table, self.table, left=4, right=4)
+        return tw.attention(q, k, v, terms=terms)
+
+
+@pytest.mark.parametrize("name", ["t5", "shaw"])
+def test_an_exported_program_infers_and_trains(name):
+    module, x = Attending(name), torch.randn(2, 11, 16)
+    strict = torch.export.export(module, (x,), strict=True).module()
+    assert torch.equal(strict(x), module(x))
+    program = torch.export.export(module, (x,), strict=False).module()
+    assert torch.equal(program(x), module(x))
+    grads = []
+    for run in (module, program):
+        loss = run(x).square().sum()
+        grads.append(torch.autograd.grad(loss, [p for _, p in sorted(run.named_parameters())]))
+    torch.testing.assert_close(*grads)
+
+
+def test_a_map_of_given_rows_compiles_when_it_is_made_outside():
+    rows = tw.explicit([0, 2, 1, -1, 2], first=-2)
+
+    def run(q, table, keys):
+        return tw.attention(q, q, q, terms=[tw.Scalar(table, rows), tw.OnQuery(keys, rows)])
+
+    torch._dynamo.reset()
+    compiled = torch.compile(run, backend="aot_eager", fullgraph=True, dynamic=True)
+    for T in (7, 33):
+        x = torch.randn(2, 4, T, 16), torch.randn(4, 3, requires_grad=True), torch.randn(3, 16, requires_grad=True)
+        torch.testing.assert_close(compiled(*x), run(*x))
+        torch.testing.assert_close(*(torch.autograd.grad(f(*x).sin().sum(), x[1:]) for f in (compiled, run)))
 
 
 def test_one_tensor_may_be_query_key_and_value_of_a_compiled_call():

@@ -42,7 +42,8 @@ def attention(
 
     S_ij = τ·(q_i·k_j + terms) + scalar terms (:mod:`tilewise.terms` has the equation), O = softmax(S)·V over the keys
     that the mask shows. Differentiable once in q, k, v and every tensor of the terms, by autograd: torch.func's
-    transforms and forward mode are not supported, and an exported program serves inference.
+    transforms and forward mode are not supported. A program exported with ``strict=False`` infers and trains; one
+    exported with ``strict=True`` infers alone.
 
     Args:
         q: [B, H, Tq, d], fp64, fp32, bf16 or fp16.
@@ -167,6 +168,8 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor):
             raise TypeError(f"{name} is a {type(x).__name__}; expected a tensor [B, H, T, d]")
+        if x.layout != torch.strided or x.is_nested:
+            raise TypeError(f"{name} is a {'nested' if x.is_nested else x.layout} tensor; expected a dense one")
         if x.dim() != 4:
             raise ValueError(f"{name} has shape {tuple(x.shape)}; expected [B, H, T, d]")
         if x.dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
@@ -241,6 +244,8 @@ def _check_values(name: str, x: Tensor) -> None:
 def _number(name: str, value: object) -> float:
     if not isinstance(value, (int, float)):
         raise TypeError(f"{name} is {value!r}; expected a number")
+    if isinstance(value, int) and abs(value) > _HUGE:
+        raise ValueError(f"{name} is an integer of {value.bit_length()} bits; expected a finite number")
     value = float(value)
     if not -_HUGE < value < _HUGE:
         raise ValueError(f"{name} is {value}; expected a finite number")

@@ -43,6 +43,18 @@ class Mask:
     keys: Tensor | None = None
     dense: Tensor | None = None
 
+    def __post_init__(self) -> None:
+        for name in ("left", "right"):
+            side = getattr(self, name)
+            if not isinstance(side, (int, torch.SymInt)):
+                raise TypeError(f"mask.{name} is {side!r}; expected an integer")
+            if side < 0 or side >= 2**62:
+                raise ValueError(f"mask.{name} is {side}; expected a number from 0 to 2⁶² − 1")
+        for name in ("bounds", "keys", "dense"):
+            part = getattr(self, name)
+            if part is not None and not isinstance(part, Tensor):
+                raise TypeError(f"mask.{name} is a {type(part).__name__}; expected a tensor or None")
+
     @classmethod
     def causal(cls) -> Mask:
         """Keys at or before the query's position."""
@@ -59,7 +71,7 @@ class Mask:
 
     @classmethod
     def lengths(cls, lengths: Sequence[int] | Tensor, starts: Sequence[int] | Tensor | None = None) -> Mask:
-        """Keys starts[b] ≤ j < lengths[b] (right padding; `starts` adds left padding); both [B].
+        """Keys starts[b] ≤ j < lengths[b] (right padding; `starts` adds left padding); both [B], or [1] for all.
 
         Raises:
             ValueError: negative lengths, or starts beyond them (checked for lists and CPU tensors; on a GPU, values
@@ -105,7 +117,10 @@ class Mask:
             raise ValueError(f"cu_seqlens has shape {tuple(cu.shape)}; expected [documents + 1]")
         if cu.device.type == "cpu" and not _compiling() and (int(cu[0]) != 0 or bool((cu.diff() < 0).any())):
             raise ValueError(f"cu_seqlens is {cu.tolist()}; expected numbers rising from 0")
-        total = int(cu[-1]) if total is None else total
+        if total is None:
+            total = int(cu[-1])
+        elif not isinstance(total, (int, torch.SymInt)) or total < 0:
+            raise ValueError(f"total is {total!r}; expected an integer, cu_seqlens[-1] or more")
         document = torch.searchsorted(cu, torch.arange(total, dtype=torch.int32, device=cu.device), right=True)
         ends = torch.cat((cu, cu[-1:]))
         return cls(bounds=torch.stack((ends[document - 1], ends[document]), -1)[None])
@@ -123,7 +138,10 @@ class Mask:
 
     @classmethod
     def full(cls, mask: Tensor) -> Mask:
-        """A boolean matrix, True where a key is visible, broadcastable to [B, H, Tq, Tk]."""
+        """A boolean matrix, True where a key is visible: [Tq, Tk], [1 or H, Tq, Tk] or [1 or B, 1 or H, Tq, Tk].
+
+        Which keys are real, for every query alike, is :meth:`padding`, which costs no N² bytes.
+        """
         _require_tensor("mask", mask)
         if mask.dtype != torch.bool:
             raise TypeError(f"mask is {mask.dtype}; expected bool, True where a key is visible")
@@ -151,8 +169,6 @@ class Mask:
 
     def check(self, B: int, H: int, Tq: int, Tk: int) -> None:
         """Raise ValueError or TypeError naming the part that does not fit attention of these sizes."""
-        if self.left < 0 or self.right < 0:
-            raise ValueError(f"mask.left and mask.right are {self.left} and {self.right}; expected two numbers ≥ 0")
         parts = (
             ("bounds", self.bounds, torch.int32, ((1, B), (1, Tq), (2,))),
             ("keys", self.keys, torch.bool, ((B,), (Tk,))),
@@ -212,7 +228,10 @@ def _require_tensor(name: str, value: object) -> None:
 
 def _integers(name: str, values: Sequence[int] | Tensor) -> Tensor:
     """`values` as int32 (lists on the CPU, whatever the default device); refused if not integers of 32 bits."""
-    given = values if isinstance(values, Tensor) else torch.as_tensor(values, device="cpu")
+    try:
+        given = values if isinstance(values, Tensor) else torch.as_tensor(values, device="cpu")
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise TypeError(f"{name} is {values!r}; expected integers, as a list or a tensor") from error
     if given.dtype.is_floating_point or given.dtype == torch.bool:
         raise TypeError(f"{name} are {given.dtype}; expected integers")
     if given.device.type == "cpu" and not _compiling() and given.numel() and int(given.abs().max()) >= 2**31:

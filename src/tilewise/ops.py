@@ -122,31 +122,52 @@ class _NotTwice(torch.autograd.Function):
         )
 
 
+def _save(ctx, inputs, output) -> None:
+    q, k, v, tensors, bounds, keys, dense, seed, *static = inputs
+    ctx.save_for_backward(q, k, v, *output, bounds, keys, dense, seed, *tensors)
+    ctx.static = tuple(static)
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate(ctx, do: Tensor | None, dlse: Tensor | None, need: list[bool]) -> list[Tensor | None]:
+    """Gradients of q, k, v and the terms' tensors; None where nobody asked."""
+    q, k, v, o, lse, kept, bounds, keys, dense, seed, *tensors = ctx.saved_tensors
+    do = torch.zeros_like(o) if do is None else do
+    with torch.no_grad():
+        dq, dk, dv, dtensors = torch.ops.tilewise.attn_bwd(
+            do, dlse, o, lse, kept, need, q, k, v, tensors, bounds, keys, dense, seed, *ctx.static
+        )
+    grads = [g if wanted else None for g, wanted in zip((dq, dk, dv, *dtensors), need, strict=True)]
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        # torch's once_differentiable only refuses where `do` needs a gradient; elsewhere it drops terms silently.
+        grads = [None if g is None else _NotTwice.apply(g, do, q, k, v, *tensors) for g in grads]
+    return grads
+
+
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, *args):
         # Without gradients Dynamo drops ctx if there are as many arguments as the signature has parameters.
         q, k, v, bounds, keys, dense, seed, static, *tensors = args
-        o, lse, kept = torch.ops.tilewise.attn_fwd(q, k, v, tensors, bounds, keys, dense, seed, *static)
-        ctx.save_for_backward(q, k, v, o, lse, kept, bounds, keys, dense, seed, *tensors)
-        ctx.static = static
-        ctx.set_materialize_grads(False)
-        return o, lse
+        output = torch.ops.tilewise.attn_fwd(q, k, v, tensors, bounds, keys, dense, seed, *static)
+        _save(ctx, (q, k, v, tensors, bounds, keys, dense, seed, *static), output)
+        return output[:2]
 
     @staticmethod
     def backward(ctx, do, dlse):
-        q, k, v, o, lse, kept, bounds, keys, dense, seed, *tensors = ctx.saved_tensors
         need = [*ctx.needs_input_grad[:3], *ctx.needs_input_grad[8:]]
-        do = torch.zeros_like(o) if do is None else do
-        with torch.no_grad():
-            dq, dk, dv, dtensors = torch.ops.tilewise.attn_bwd(
-                do, dlse, o, lse, kept, need, q, k, v, tensors, bounds, keys, dense, seed, *ctx.static
-            )
-        grads = [g if wanted else None for g, wanted in zip((dq, dk, dv, *dtensors), need, strict=True)]
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            # torch's once_differentiable only refuses where `do` needs a gradient; elsewhere it drops terms silently.
-            grads = [None if g is None else _NotTwice.apply(g, do, q, k, v, *tensors) for g in grads]
+        grads = _differentiate(ctx, do, dlse, need)
         return *grads[:3], None, None, None, None, None, *grads[3:]
+
+
+def _operator_backward(ctx, do, dlse, dkept):
+    """The same for a bare call of the operator, which is what an exported program has in place of the Function."""
+    wanted = ctx.needs_input_grad
+    grads = _differentiate(ctx, do, dlse, [*wanted[:3], *wanted[3]])
+    return *grads[:3], grads[3:], *[None] * (len(wanted) - 4)
+
+
+torch.library.register_autograd("tilewise::attn_fwd", _operator_backward, setup_context=_save, lib=_lib)
 
 
 def attend(call: Call, spec: str, impl: str) -> tuple[Tensor, Tensor]:

@@ -32,7 +32,8 @@ __all__ = [
 NO_ROW = -1
 """The row of an offset for which the term adds 0."""
 
-_EXPLICIT: dict[str, tuple[int, Tensor]] = {}
+_EXPLICIT: dict[str, tuple[int, Tensor, int]] = {}
+"""Digest ↦ (first offset, rows, size). The size is a number: under fake tensors no value of `rows` can be read."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ class RowMap:
     def __reduce__(self):
         # An explicit map's rows are held by this module: another process needs them sent along.
         if self.kind == "explicit":
-            first, rows = _EXPLICIT[self.params[0]]
+            first, rows, _ = _EXPLICIT[self.params[0]]
             return explicit, (rows.tolist(), first)
         return RowMap, (self.kind, self.params, self.size)
 
@@ -94,7 +95,7 @@ def parse(spec: str, table_rows: int) -> RowMap:
     if kind == "identity":
         return identity((table_rows - 1) // 2, bool(int(params[0])))
     if kind == "explicit":
-        return RowMap("explicit", (params[0],), int(_EXPLICIT[params[0]][1].max()) + 1)
+        return RowMap("explicit", (params[0],), _EXPLICIT[params[0]][2])
     make = {
         "clipped": clipped,
         "windowed": windowed,
@@ -115,7 +116,7 @@ def identity(reach: int, descending: bool = False) -> RowMap:
         [0, 3, 6]
     """
     _require(isinstance(reach, (int, torch.SymInt)) and reach >= 0, "reach", reach, "an integer ≥ 0")
-    return RowMap("identity", (reach, int(descending)), 2 * reach + 1)
+    return RowMap("identity", (reach, _flag("descending", descending)), 2 * reach + 1)
 
 
 def clipped(left: int, right: int, descending: bool = False) -> RowMap:
@@ -128,8 +129,7 @@ def clipped(left: int, right: int, descending: bool = False) -> RowMap:
         >>> clipped(-8, 64, descending=True).size
         73
     """
-    _require(left <= right, "left", left, f"a number ≤ right = {right}")
-    return RowMap("clipped", (index(left), index(right), int(descending)), right - left + 1)
+    return RowMap("clipped", *_bounded(left, right, descending))
 
 
 def windowed(left: int, right: int, descending: bool = False) -> RowMap:
@@ -139,8 +139,7 @@ def windowed(left: int, right: int, descending: bool = False) -> RowMap:
         >>> windowed(-1, 1)(torch.arange(-2, 3)).tolist()
         [-1, 0, 1, 2, -1]
     """
-    _require(left <= right, "left", left, f"a number ≤ right = {right}")
-    return RowMap("windowed", (index(left), index(right), int(descending)), right - left + 1)
+    return RowMap("windowed", *_bounded(left, right, descending))
 
 
 def t5_buckets(num_buckets: int = 32, max_distance: int = 128, bidirectional: bool = True) -> RowMap:
@@ -156,10 +155,12 @@ def t5_buckets(num_buckets: int = 32, max_distance: int = 128, bidirectional: bo
         >>> t5_buckets()(torch.tensor([0, 7, 8, 91, 5000, -1, -5000])).tolist()
         [0, 7, 8, 15, 15, 17, 31]
     """
+    num_buckets, max_distance = as_integer("num_buckets", num_buckets), as_integer("max_distance", max_distance)
+    bidirectional = _flag("bidirectional", bidirectional)
     exact = (num_buckets // 2 if bidirectional else num_buckets) // 2
     _require(exact >= 1, "num_buckets", num_buckets, "at least 4 (bidirectional) or 2")
     _require(max_distance > exact, "max_distance", max_distance, f"more than the {exact} exact buckets")
-    return RowMap("t5", (index(num_buckets), index(max_distance), int(bidirectional)), num_buckets)
+    return RowMap("t5", (num_buckets, max_distance, bidirectional), num_buckets)
 
 
 def deberta_buckets(position_buckets: int, max_relative_positions: int) -> RowMap:
@@ -173,6 +174,8 @@ def deberta_buckets(position_buckets: int, max_relative_positions: int) -> RowMa
         >>> deberta_buckets(256, 512)(torch.tensor([-512, -511, 0, 505, 506])).tolist()
         [0, 1, 256, 510, 511]
     """
+    position_buckets = as_integer("position_buckets", position_buckets)
+    max_relative_positions = as_integer("max_relative_positions", max_relative_positions)
     span = position_buckets if position_buckets > 0 else max_relative_positions
     _require(span >= 1, "max_relative_positions", max_relative_positions, "a number ≥ 1")
     if position_buckets > 0:
@@ -183,7 +186,7 @@ def deberta_buckets(position_buckets: int, max_relative_positions: int) -> RowMa
             max_relative_positions,
             f"more than position_buckets // 2 + 1 = {position_buckets // 2 + 1}",
         )
-    return RowMap("deberta", (index(position_buckets), index(max_relative_positions)), 2 * span)
+    return RowMap("deberta", (position_buckets, max_relative_positions), 2 * span)
 
 
 def explicit(rows: Sequence[int] | Tensor, first: int) -> RowMap:
@@ -196,14 +199,17 @@ def explicit(rows: Sequence[int] | Tensor, first: int) -> RowMap:
         >>> explicit([1, 0, 1], first=-1)(torch.arange(-3, 4)).tolist()
         [1, 1, 1, 0, 1, 1, 1]
     """
+    first = as_integer("first", first)
     given = torch.as_tensor(rows, device="cpu")
     _require(given.dim() == 1 and given.numel() > 0, "rows", tuple(given.shape), "a non-empty list of rows")
     _require(not given.dtype.is_floating_point, "rows", f"a list of {given.dtype}", "integers")
+    least, most = int(given.min()), int(given.max())
+    _require(least >= NO_ROW, "rows", least, "rows ≥ 0, or -1 for no row")
+    _require(most < 2**31 - 1, "rows", most, "rows below 2³¹ − 1")
     table = given.to(torch.int32).clone()
-    _require(int(table.min()) >= NO_ROW, "rows", int(table.min()), "rows ≥ 0, or -1 for no row")
     digest = hashlib.sha256(f"{first}:".encode() + table.numpy().tobytes()).hexdigest()[:32]
-    _EXPLICIT[digest] = (int(first), table)
-    return RowMap("explicit", (digest,), int(table.max()) + 1)
+    _EXPLICIT[digest] = (first, table, most + 1)
+    return RowMap("explicit", (digest,), most + 1)
 
 
 def compact(table: Tensor, dim: int = 0) -> tuple[Tensor, Tensor]:
@@ -231,6 +237,27 @@ def compact(table: Tensor, dim: int = 0) -> tuple[Tensor, Tensor]:
 def _require(condition: bool, name: str, found: object, expected: str) -> None:
     if not condition:
         raise ValueError(f"{name} is {found}; expected {expected}")
+
+
+def as_integer(name: str, value: object) -> int:
+    """The value as an int; TypeError with the argument's name if it is none."""
+    try:
+        return index(value)
+    except TypeError:
+        raise TypeError(f"{name} is {value!r}; expected an integer") from None
+
+
+def _flag(name: str, value: object) -> int:
+    if not isinstance(value, int):
+        raise TypeError(f"{name} is {value!r}; expected True or False")
+    return int(value)
+
+
+def _bounded(left: int, right: int, descending: bool) -> tuple[tuple[int, int, int], int]:
+    """Parameters and size of a map with a row for each offset from `left` to `right`."""
+    left, right = as_integer("left", left), as_integer("right", right)
+    _require(left <= right, "left", left, f"a number ≤ right = {right}")
+    return (left, right, _flag("descending", descending)), right - left + 1
 
 
 def _identity(delta: Tensor, reach: int, descending: int) -> Tensor:
@@ -273,7 +300,7 @@ def _deberta(delta: Tensor, position_buckets: int, max_relative_positions: int) 
 
 
 def _explicit(delta: Tensor, digest: str) -> Tensor:
-    first, rows = _EXPLICIT[digest]
+    first, rows, _ = _EXPLICIT[digest]
     return rows[(delta - first).clamp(0, rows.numel() - 1)]
 
 
@@ -300,7 +327,7 @@ def _saturation(rows: RowMap) -> tuple[int, int] | None:
             left, right, _ = rows.params
             return left - 1, right + 1
         case "explicit":
-            first, listed = _EXPLICIT[rows.params[0]]
+            first, listed, _ = _EXPLICIT[rows.params[0]]
             changes = (listed[1:] != listed[:-1]).nonzero().flatten()
             return (first + int(changes[0]), first + int(changes[-1]) + 1) if changes.numel() else (0, 0)
     # Buckets never fall with the distance, so the first offset that has the last row is found by halving.

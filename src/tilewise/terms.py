@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .rows import RowMap, clipped, deberta_buckets, identity, parse, t5_buckets, windowed
+from .rows import RowMap, as_integer, clipped, deberta_buckets, identity, parse, t5_buckets, windowed
 
 __all__ = [
     "T5",
@@ -106,6 +106,9 @@ class QueryBias:
 
     bias: Tensor
 
+    def __post_init__(self) -> None:
+        _require_dim("QueryBias.bias", self.bias, 2, "[H, d]")
+
 
 Term = Scalar | OnQuery | OnKey | OnValue | QueryBias
 
@@ -138,6 +141,7 @@ def ALiBi(slopes: Tensor, reach: int) -> Scalar:
         [[-1.0, -0.5, -0.0, -0.5, -1.0]]
     """
     _require_dim("slopes", slopes, 1, "[H]")
+    reach = as_integer("reach", reach)
     if reach < 0:
         raise ValueError(f"reach is {reach}; expected a number ≥ 0")
     distance = torch.arange(-reach, reach + 1, device=slopes.device).abs().to(slopes.dtype)
@@ -157,6 +161,7 @@ def Shaw(keys: Tensor, values: Tensor | None = None, *, left: int, right: int) -
         >>> [type(t).__name__ for t in Shaw(torch.zeros(9, 64), torch.zeros(9, 64), left=4, right=4)]
         ['OnQuery', 'OnValue']
     """
+    left, right = as_integer("left", left), as_integer("right", right)
     if left + right < 0:
         raise ValueError(f"left is {left} and right {right}; expected left + right ≥ 0")
     rows = clipped(-right, left, descending=True)
@@ -168,6 +173,7 @@ def VITS(keys: Tensor, values: Tensor, *, window: int) -> tuple[Term, ...]:
 
     Source: Kim et al. 2021 (arXiv 2106.06103); ``emb_rel_k`` and ``emb_rel_v`` [1 or H, 2·window + 1, d].
     """
+    window = as_integer("window", window)
     if window < 0:
         raise ValueError(f"window is {window}; expected a number ≥ 0")
     rows = windowed(-window, window, descending=True)
@@ -238,8 +244,12 @@ def Inkling(table: Tensor, left: Tensor) -> OnQuery:
 
     Source: transformers' ``inkling``; `left` [B, H, Tq, d'] is the model's own projection (d' = 16 there).
     """
+    if not isinstance(table, Tensor):
+        raise TypeError(f"table is a {type(table).__name__}; expected a tensor [R, d']")
     if table.dim() < 2 or table.shape[-2] < 1:
         raise ValueError(f"table has shape {tuple(table.shape)}; expected [R, d'] with at least one row")
+    if not isinstance(left, Tensor):
+        raise TypeError(f"left is a {type(left).__name__}; expected a tensor [B, H, Tq, d']")
     return OnQuery(table, windowed(0, table.shape[-2] - 1), left=left)
 
 
@@ -269,7 +279,11 @@ def flatten(terms: Term | Iterable) -> tuple[Term, ...]:
     if isinstance(terms, Term):
         return (terms,)
     if not isinstance(terms, (tuple, list)):
-        raise TypeError(f"terms has a {type(terms).__name__}; expected Scalar, OnQuery, OnKey, OnValue or QueryBias")
+        if isinstance(terms, (str, Tensor)) or not isinstance(terms, Iterable):
+            raise TypeError(
+                f"terms has a {type(terms).__name__}; expected Scalar, OnQuery, OnKey, OnValue or QueryBias"
+            )
+        terms = tuple(terms)
     return tuple(term for part in terms for term in flatten(part))
 
 
@@ -339,6 +353,10 @@ def _check_table(term: Scalar | OnQuery | OnKey | OnValue, dims: tuple[int, int]
         raise ValueError(f"{name}.table has shape {tuple(table.shape)}; expected {shape}")
     if not table.dtype.is_floating_point:
         raise TypeError(f"{name}.table is {table.dtype}; expected a floating dtype")
+    for part in ("left", "bias", "gate"):
+        factor = getattr(term, part, None)
+        if factor is not None and not isinstance(factor, Tensor):
+            raise TypeError(f"{name}.{part} is a {type(factor).__name__}; expected a tensor or None")
     rows = table.shape[-1] if isinstance(term, Scalar) else table.shape[-2]
     if term.rows.kind == "identity" and rows != term.rows.size:
         raise ValueError(f"{name}.table has {rows} rows; expected {term.rows.size}, one for each offset of its map")
