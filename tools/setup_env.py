@@ -74,12 +74,12 @@ def install_torch(python: Path) -> Path:
         return LOCK if found.endswith("+cpu") else without_triton()
     if sys.platform == "linux" and not has_gpu():
         say(f"installing {wanted}, CPU build")
-        if pip(python, "install", "-q", "-c", LOCK, f"{wanted}+cpu", check=False):
+        if pip(python, "install", "-qqq", "-c", LOCK, f"{wanted}+cpu", check=False):
             return LOCK
         # pip's index has the CUDA build alone; uv knows where torch's other builds are.
         say(f"pip is not configured with a CPU build; trying {UV}")
-        uv = (python, "-m", "uv", "pip", "install", "--python", python, "--torch-backend=cpu", "-c", LOCK, wanted)
-        if pip(python, "install", "-q", UV, check=False) and run(*uv, check=False):
+        uv = (python, "-m", "uv", "pip", "install", "-qq", "--python", python, "--torch-backend=cpu")
+        if pip(python, "install", "-q", UV, check=False) and run(*uv, "-c", LOCK, wanted, check=False):
             return LOCK
         say("no CPU build was found: installing the usual one, several gigabytes with its CUDA libraries")
     else:
