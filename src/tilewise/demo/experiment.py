@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 import tempfile
@@ -123,7 +124,7 @@ def run(
     *,
     new_tokens: int = 16,
     impl: str = "auto",
-    budget: float = 170.0,
+    budget: float = 160.0,
     progress: Callable[[Experiment, str], None] = lambda experiment, doing: None,
 ) -> Experiment:
     """Run both systems at every length.
@@ -133,8 +134,9 @@ def run(
         lengths: rising.
         new_tokens: how many tokens to generate at most.
         impl: for the patched model.
-        budget: seconds for everything. transformers is not started at a length where, by its time at the one before,
-            it would go beyond them.
+        budget: seconds for all measurements, from when both systems have loaded the model. transformers is not started
+            at a length where they are over or where, by its time at the length before, it would go beyond them. The
+            first length is run by both systems in any case.
         progress: called with the rows so far and with what is being done, "" when a row was finished.
 
     Raises:
@@ -148,11 +150,13 @@ def run(
         with _worker("tilewise", impl, folder) as tilewise, _worker("transformers", impl, folder) as transformers:
             workers = {"tilewise": tilewise, "transformers": transformers}
             experiment.environment["workers"] = {name: worker.receive() for name, worker in workers.items()}
+            loaded = time.perf_counter()
             for n in lengths:
                 saved = {system: Path(folder) / f"{system}.npy" for system in SYSTEMS}
                 for system, worker in workers.items():
                     row = Row(n, system)
-                    left = budget - (time.perf_counter() - began)
+                    # Without one comparison a run would say nothing, however short the time.
+                    left = math.inf if n == lengths[0] else budget - (time.perf_counter() - loaded)
                     row.note = _hindrance(experiment, n, left, worker) if system == "transformers" else ""
                     if not row.note:
                         progress(experiment, f"{system}, {n:,} tokens")
@@ -173,15 +177,19 @@ def _hindrance(experiment: Experiment, n: int, left: float, worker: _Worker) -> 
         return "not run: the process ended at the length before"
     if need > 0.9 * free:
         return f"not run: needs {need:.1f} GiB, {free:.1f} GiB available"
+    if left <= 0:
+        return "not run: no time left of the budget"
     done = [row for row in experiment.rows if row.system == "transformers" and row.seconds is not None]
     if done and done[-1].n >= _QUADRATIC:
         ratio, before = n / done[-1].n, done[-1]
         expected = before.encode_seconds * ratio**2 + (before.seconds - before.encode_seconds) * ratio
-    else:
-        expected = 0.0
-    if expected > left:
-        return f"not run: about {expected:.0f} s expected, {max(left, 0):.0f} s left of the time budget"
+        if expected > left:
+            return f"not run: about {_rounded(expected)} s expected, {_rounded(left)} s left of the time budget"
     return ""
+
+
+def _rounded(seconds: float) -> str:
+    return f"{seconds:.0f}" if seconds >= 1 else f"{seconds:.1g}"
 
 
 def _measure(row: Row, worker: _Worker, request: dict[str, Any]) -> None:
