@@ -14,7 +14,7 @@ import torch
 from typer.testing import CliRunner
 
 import tilewise
-from tilewise import cli
+from tilewise import cli, info
 from tilewise.demo import show
 from tilewise.demo.experiment import Experiment, Row
 
@@ -47,6 +47,23 @@ def test_info_as_a_table(invoke):
     assert code == 0
     assert "Transformer-XL" in output
     assert re.search(r"blocked ┃? ?T5 yes", output)
+
+
+def test_info_prints_names_and_paths_as_they_are(monkeypatch):
+    facts = info.environment()
+    facts["tiles"] = "/a[/x]/:smile:/" + "t" * 300
+    facts["devices"][0]["name"] = "CPU [bold]8[/bold]"
+    facts["platform"] = "[/p]"
+    support = info.support("cpu")
+    support[0]["reasons"] = ["no [/r]"]
+    monkeypatch.setattr(info, "environment", lambda: facts)
+    monkeypatch.setattr(info, "support", lambda device: support)
+    result = CliRunner().invoke(cli._app(), ["info"], env={"COLUMNS": "200"})
+    assert result.exit_code == 0
+    assert f"\nTile shapes: {facts['tiles']}\n" in result.output
+    assert "cpu: CPU [bold]8[/bold] (" in result.output
+    assert ", [/p]\n" in result.output
+    assert "no [/r]" in result.output
 
 
 @pytest.mark.parametrize("device", ["nonsense", "cuda:-1", "cuda:99", "xpu:99", "mps:7", "hpu", "vulkan", "meta"])
@@ -94,6 +111,10 @@ def forbidden(monkeypatch):
     [
         (["--lengths", "512,x"], "--lengths is '512,x'; expected numbers of tokens from 64 on"),
         (["--lengths", "8"], "--lengths is '8'; expected numbers of tokens from 64 on"),
+        (["--lengths", "٦٤"], "--lengths is '٦٤'; expected numbers of tokens from 64 on"),
+        (["--lengths", "512,６４"], "--lengths is '512,６４'; expected numbers of tokens from 64 on"),
+        (["--lengths", "64²"], "--lengths is '64²'; expected numbers of tokens from 64 on"),
+        (["--lengths", "9" * 5000], "9'; expected numbers of tokens from 64 on"),
         (["/nowhere/text"], "'/nowhere/text' does not exist"),
         (["--impl", "foo"], "--impl is 'foo'; expected one that can run the demo's model, fp32 on the CPU: 'auto', 'b"),
         (["--impl", "triton"], "--impl is 'triton', which cannot run the demo's model: "),
@@ -174,6 +195,19 @@ def test_a_file_that_is_not_a_text_or_too_short(invoke, tmp_path):
     assert re.search(r"has \d+ tokens; expected at least 64", output)
 
 
+def test_a_text_that_fails_while_it_is_read_is_refused_in_a_line(monkeypatch, tmp_path):
+    def fail(self, **kwargs):
+        raise OSError(5, "Input/output error")
+
+    (tmp_path / "text").touch()
+    monkeypatch.setattr(Path, "read_text", fail)
+    result = CliRunner().invoke(cli._app(), ["demo", str(tmp_path / "text"), "--plot", str(tmp_path / "p.png")])
+    assert result.exit_code == 2
+    assert result.output == (
+        f"tilewise: the text is '{tmp_path}/text', which cannot be read (Input/output error); expected a text file\n"
+    )
+
+
 @pytest.mark.parametrize(
     ("difference", "status", "exact"), [(1e-6, 0, True), (0.0, 0, True), (1e-3, 1, False), (None, 3, None)]
 )
@@ -182,9 +216,10 @@ def test_the_exit_status_and_the_json_say_whether_it_was_exact(
 ):
     same = None if difference is None else True
     experiment = Experiment(
-        [Row(64, "transformers", 2.0, 1.0, 9.0), Row(64, "tilewise", 1.0, 0.5, 3.0, difference, same)]
+        [Row(64, "transformers", 2.0, 1.0, 9.0), Row(64, "tilewise", 1.0, 0.5, 3.0, difference, same)],
+        {"workers": {"tilewise": {"memory_method": "m"}, "transformers": {"attention": "sdpa"}}},
     )
-    monkeypatch.setattr(show, "demo", lambda *args, **kwargs: experiment)
+    monkeypatch.setattr(show, "run", lambda *args, **kwargs: experiment)
     path, picture = tmp_path / "new" / "figures.json", tmp_path / "other" / "p.svg"
     code, output = invoke("demo", "--json", str(path), "--plot", str(picture))
     assert code == status

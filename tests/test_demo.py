@@ -1,10 +1,15 @@
 """The demo's parts: the comparison end to end at short lengths, memory, refusals, the picture."""
 
 import io
+import json
 import math
+import os
 import subprocess
 import sys
+from contextlib import contextmanager
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from rich.console import Console
@@ -130,6 +135,53 @@ def test_transformers_is_not_started_beyond_the_time(monkeypatch):
     assert "about 42 s expected, 41 s left" in module._hindrance(done, 8192, 41.0, Idle())
     early = Experiment([Row(128, "transformers", 11.0, 1.0, 3.0)])
     assert module._hindrance(early, 512, 1.0, Idle()) == ""
+    for rows in (done, early, Experiment()):
+        for left in (0.0, -3.0):
+            assert module._hindrance(rows, 8192, left, Idle()) == "not run: no time left of the budget"
+    fast = Experiment([Row(2048, "transformers", 0.05, 0.04, 3.0)])
+    assert "about 0.2 s expected, 0.1 s left" in module._hindrance(fast, 4096, 0.1, Idle())
+
+
+@pytest.fixture
+def simulated(monkeypatch):
+    """run() with workers that take the seconds they are told to, on a clock of their own."""
+
+    def simulate(loading, measuring, lengths, budget):
+        clock = [0.0]
+
+        def receive():
+            clock[0] += loading
+            return {"attention": "sdpa", "memory_method": "m"}
+
+        def ask(request):
+            clock[0] += measuring
+            np.save(request["hidden"], np.zeros((request["n"], 2)))
+            return {"encode_seconds": measuring, "generate_seconds": 0.0, "peak_mib": 1.0, "tokens": [0, 1]}
+
+        @contextmanager
+        def worker(*args):
+            yield SimpleNamespace(ended=False, receive=receive, ask=ask)
+
+        monkeypatch.setattr(memory, "available", lambda: 2**40)
+        monkeypatch.setattr(module, "_worker", worker)
+        monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+        return run(list(range(2, 9000)), lengths, budget=budget)
+
+    return simulate
+
+
+def test_the_budget_begins_when_the_models_are_loaded(simulated):
+    result = simulated(loading=1000.0, measuring=10.0, lengths=(96, 128, 160), budget=60.5)
+    assert [row.note for row in result.rows] == [""] * 6
+    assert all(row.tokens_equal for row in result.rows if row.system == "tilewise")
+
+
+@pytest.mark.parametrize("lengths", [(96, 128), (4096, 8192)])
+@pytest.mark.parametrize("budget", [1e-9, 150.0])
+def test_the_shortest_length_is_compared_whatever_the_budget(simulated, lengths, budget):
+    result = simulated(loading=5.0, measuring=100.0, lengths=lengths, budget=budget)
+    assert [row.note for row in result.rows] == ["", "", "", "not run: no time left of the budget"]
+    assert result.exact
 
 
 def test_a_worker_that_cannot_start_is_reported_with_its_last_words(tmp_path):
@@ -196,3 +248,125 @@ def test_a_changed_table_is_seen():
         after = (model.encoder(input_ids=ids).last_hidden_state - theirs).abs().max()
     assert before <= module.TOLERANCE
     assert after > 10 * module.TOLERANCE
+
+
+@pytest.fixture
+def unmeasured(monkeypatch):
+    """show.demo() without the measuring: run() returns these rows."""
+
+    def use(rows):
+        workers = {"tilewise": {"memory_method": "m [/x]"}, "transformers": {"attention": "sdpa"}}
+        monkeypatch.setattr(show, "run", lambda *args, **kwargs: Experiment(rows, {"workers": workers}))
+        monkeypatch.setenv("COLUMNS", "300")
+
+    return use
+
+
+OPTIONS = {"new_tokens": 4, "impl": "auto", "budget": 9.0}
+
+
+def test_what_comes_from_outside_is_printed_as_it_is(monkeypatch, unmeasured, capsys, tmp_path):
+    unmeasured([Row(512, "transformers", note="failed: no [/x] :smile:"), Row(512, "tilewise", 2.0, 1.0, 5.0)])
+    real = show.load_tokenizer()
+    title = "[/title] of a [bold]ray[/bold] :sun:"
+    monkeypatch.setattr(show, "load_tokenizer", lambda: SimpleNamespace(encode=real.encode, decode=lambda ids: title))
+    machine = show.environment()
+    machine["devices"][0]["name"] = "CPU [/8] :gear:"
+    monkeypatch.setattr(show, "environment", lambda: machine)
+    file, picture, figures = (
+        tmp_path / name for name in ("[bold]n:smile:.txt", "d[/x].png", "f" * 200 + "/j[b]" + "j" * 200)
+    )
+    figures.parent.mkdir()
+    file.write_text("A ray of light falls on the water and is bent. " * 40)
+    show.demo(file, (96,), picture=picture, figures=figures, **OPTIONS)
+    said = capsys.readouterr().out
+    assert "first tokens of [bold]n:smile:.txt (" in said
+    assert "\nCPU [/8] :gear:, " in said
+    assert "transformers at 512 tokens: failed: no [/x] :smile:\n" in said
+    assert f"Title at 512 tokens: “{title}”\n" in said
+    assert "Memory: m [/x]." in said
+    # In one line, however long.
+    assert f"\nPicture: {picture}\n" in said
+    assert f"\nFigures: {figures}\n" in said
+    assert json.loads(figures.read_text())["document"] == file.name
+    assert picture.stat().st_size > 1000
+
+
+def test_the_files_are_written_before_anything_of_them_is_printed(monkeypatch, unmeasured, tmp_path):
+    def fail(*args):
+        raise UnicodeEncodeError("ascii", "…", 0, 1, "no")
+
+    unmeasured([one()])
+    monkeypatch.setattr(show, "_table", fail)
+    picture, figures = tmp_path / "p.png", tmp_path / "f.json"
+    with pytest.raises(UnicodeEncodeError):
+        show.demo(show.SAMPLE, (96,), picture=picture, figures=figures, **OPTIONS)
+    assert json.loads(figures.read_text())["rows"][0]["seconds"] == 1.0
+    assert picture.stat().st_size > 1000
+
+
+def test_a_file_that_cannot_be_written_loses_neither_the_other_nor_the_words(unmeasured, capsys, tmp_path):
+    unmeasured([one()])
+    picture, folder = tmp_path / "p.png", tmp_path / "folder"
+    folder.mkdir()
+    with pytest.raises(OSError, match=r"^Figures: '.*folder' could not be written \(Is a directory\)$"):
+        show.demo(show.SAMPLE, (96,), picture=picture, figures=folder, **OPTIONS)
+    assert picture.stat().st_size > 1000
+    said = capsys.readouterr().out
+    assert "Exact: " in said
+    assert f"Picture: {picture}" in said
+    assert "Figures" not in said
+
+
+def test_a_title_without_words_is_named_so(unmeasured, capsys):
+    empty = Row(1024, "tilewise", 2.0, 1.0, 5.0, tokens=[0, 1])
+    unmeasured([empty, Row(2048, "tilewise", note="failed: no")])
+    show.demo(show.SAMPLE, (96,), picture=None, **OPTIONS)
+    said = capsys.readouterr().out
+    assert "Title at 1,024 tokens: (empty)\n" in said
+    assert "Title at 2,048" not in said
+
+
+_STUBBED = """
+import sys
+from tilewise import cli
+from tilewise.demo import show
+from tilewise.demo.experiment import Experiment, Row
+def run(*args, progress, **kwargs):
+    rows = [Row(64, "transformers", 2.0, 1.0, 9.0), Row(64, "tilewise", 1.0, 0.5, 3.0, 0.0, True)]
+    workers = {"tilewise": {"memory_method": "m"}, "transformers": {"attention": "sdpa"}}
+    experiment = Experiment(rows, {"workers": workers})
+    progress(experiment, "tilewise, 64 tokens")
+    return experiment
+show.run = run
+cli.main()
+"""
+
+
+def test_a_name_or_a_terminal_with_other_characters_does_not_stop_a_run(tmp_path):
+    name = os.fsdecode(b"n\xff.txt")
+    try:
+        (tmp_path / name).write_text("A ray of light falls on the water and is bent. " * 40)
+    except OSError:
+        name = "n\udcff.txt".encode("ascii", "backslashreplace").decode()
+        (tmp_path / name).write_text("A ray of light falls on the water and is bent. " * 40)
+    done = subprocess.run(
+        [sys.executable, "-c", _STUBBED, "demo", "--json", "f.json", name],
+        cwd=tmp_path, capture_output=True, text=True, env={**os.environ, "PYTHONIOENCODING": "ascii", "COLUMNS": "300"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "first tokens of n\\udcff.txt (" in done.stdout
+    assert json.loads((tmp_path / "f.json").read_text())["exact"] is True
+
+
+def test_a_reader_that_is_gone_does_not_stop_a_run(tmp_path):
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run(
+        [sys.executable, "-c", _STUBBED, "demo", "--json", "f.json"],
+        cwd=tmp_path, stdout=write, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    os.close(write)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    assert json.loads((tmp_path / "f.json").read_text())["exact"] is True

@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import re
 import sys
 from pathlib import Path
 from typing import Annotated, NoReturn
@@ -17,6 +18,8 @@ _DIFFERENT, _BAD_OPTION, _NOT_COMPARED = 1, 2, 3
 def main() -> None:
     """Entry point of the console script."""
     _require("The command line", ("typer", "rich"), "cli")
+    # A file's name need not be text, and a terminal need not have every character: no reason to lose a run.
+    sys.stdout.reconfigure(errors="backslashreplace")
     _app()()
 
 
@@ -72,7 +75,8 @@ def _app():
 
     def lengths_of(text: str) -> tuple[int, ...]:
         parts = [part.strip().replace("_", "") for part in text.split(",")]
-        if not all(part.isdecimal() and int(part) >= 64 for part in parts):
+        # Python refuses to read more than some thousand digits; no text has more tokens than twelve can say.
+        if not all(re.fullmatch("[0-9]{1,12}", part) and int(part) >= 64 for part in parts):
             _refuse(f"--lengths is {text!r}; expected numbers of tokens from 64 on, such as 512,1024,2048")
         return tuple(sorted({int(part) for part in parts}))
 
@@ -88,8 +92,12 @@ def _app():
         new_tokens: Annotated[int, typer.Option(min=1, max=256, help="Tokens to generate at most.")] = 16,
         impl: Annotated[str, typer.Option(help="Implementation: auto, blocked or reference.")] = "auto",
         budget: Annotated[
-            float, typer.Option(help="Seconds, more than 0; transformers is not started where it would exceed them.")
-        ] = 170,
+            float,
+            typer.Option(
+                help="Seconds from when the models are loaded, more than 0; transformers is not started where it would "
+                "exceed them, save at the shortest length."
+            ),
+        ] = 160,
         picture: Annotated[Path, typer.Option("--plot", help="Picture of time and memory: .png, .pdf, .svg …")] = Path(
             "tilewise-demo.png"
         ),
@@ -97,8 +105,8 @@ def _app():
     ) -> None:
         """A trained T5 on a long document, as transformers runs it and patched: outputs, time and memory compared.
 
-        The exit status is 1 if the outputs differ or the patched model failed at a length, 2 if an option is refused,
-        3 if nothing could be compared.
+        The exit status is 1 if the outputs differ or the patched model failed at a length,
+        2 if an option is refused or a file cannot be read or written, 3 if nothing could be compared.
         """
         _require("The demo", _DEMO_NEEDS, "demo")
         from .demo import plot, show
@@ -114,16 +122,19 @@ def _app():
             _check_output("--json", json_path, (), "demo.json")
         try:
             experiment = show.demo(
-                file or show.SAMPLE, asked, new_tokens=new_tokens, impl=impl, budget=budget, picture=picture
+                file or show.SAMPLE,
+                asked,
+                new_tokens=new_tokens,
+                impl=impl,
+                budget=budget,
+                picture=picture,
+                figures=json_path,
             )
-        except ValueError as error:
+        except (ValueError, OSError) as error:
             _refuse(str(error))
         except RuntimeError as error:
             print(f"tilewise: the demo could not run: {error}", file=sys.stderr)
             raise typer.Exit(_NOT_COMPARED) from None
-        if json_path is not None:
-            json_path.write_text(json.dumps(experiment.as_dict(), indent=1) + "\n")
-            typer.echo(f"Figures: {json_path}")
         raise typer.Exit({True: 0, False: _DIFFERENT, None: _NOT_COMPARED}[experiment.exact])
 
     @app.command()
@@ -152,16 +163,21 @@ def _app():
 def _show(everything: dict) -> None:
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
-    console = Console(highlight=False)
+    def say(line: str) -> None:
+        # A name or a path may look like markup: printed as it is.
+        console.print(Text(line), soft_wrap=True)
+
+    console = Console()
     versions = ", ".join(f"{name} {version or 'not installed'}" for name, version in everything["versions"].items())
-    console.print(f"{versions}\nPython {everything['python']}, {everything['platform']}")
+    say(f"{versions}\nPython {everything['python']}, {everything['platform']}")
     for device in everything["devices"]:
         rest = ", ".join(f"{key} {value}" for key, value in device.items() if key not in ("device", "name"))
-        console.print(f"{device['device']}: {device['name']} ({rest})")
-    console.print(f"Tile shapes: {everything['tiles'] or 'built in'}")
+        say(f"{device['device']}: {device['name']} ({rest})")
+    say(f"Tile shapes: {everything['tiles'] or 'built in'}")
     table = Table("implementation", "mechanism", "usable", "why not", title=f"On {everything['support'][0]['device']}")
     for line in everything["support"]:
-        usable = "[green]yes[/green]" if line["usable"] else "[yellow]no[/yellow]"
-        table.add_row(line["implementation"], line["mechanism"], usable, "; ".join(line["reasons"]))
+        usable = Text("yes", "green") if line["usable"] else Text("no", "yellow")
+        table.add_row(line["implementation"], line["mechanism"], usable, Text("; ".join(line["reasons"])))
     console.print(table)

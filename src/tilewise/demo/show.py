@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from contextlib import suppress
 from pathlib import Path
 
 from rich import box
@@ -9,6 +11,7 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.spinner import Spinner
 from rich.table import Table
+from rich.text import Text
 
 from .. import __version__
 from ..info import environment
@@ -30,41 +33,69 @@ def tokens_of(path: Path, lengths: tuple[int, ...]) -> tuple[list[int], tuple[in
     Where the text is shorter than the longest length, its own length takes the place of those beyond.
 
     Raises:
-        ValueError: the file is not UTF-8 text, or has fewer than 64 tokens.
+        ValueError: the file cannot be read, is not UTF-8 text, or has fewer than 64 tokens.
     """
+    found = f"the text is {str(path)!r}"
     try:
         text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"{found}, which cannot be read ({error.strerror}); expected a text file") from None
     except UnicodeDecodeError as error:
         raise ValueError(
-            f"{path} is not UTF-8 text ({error.reason} at byte {error.start}); expected a text file"
+            f"{found}, which is not UTF-8 text ({error.reason} at byte {error.start}); expected a text file"
         ) from None
     ids = load_tokenizer().encode(PREFIX + text).ids
     if len(ids) < _SHORTEST:
-        raise ValueError(f"{path} has {len(ids)} tokens; expected at least {_SHORTEST}")
+        raise ValueError(f"{found}, which has {len(ids)} tokens; expected at least {_SHORTEST}")
     within = tuple(n for n in lengths if n <= len(ids))
     return ids, within if len(within) == len(lengths) else (*within, len(ids))
 
 
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        """Where nobody reads on, print nothing more: the files and the exit status are still wanted."""
+        with suppress(SystemExit):
+            super().on_broken_pipe()
+
+
+def _say(console: Console, *parts: str | tuple[str, str], style: str = "", wrap: bool = True) -> None:
+    """Print text, or pairs of text and style, as it is: nothing in it is taken for markup or for the name of an emoji.
+
+    Without `wrap` a long line is left to the terminal, so that a path can be copied whole.
+    """
+    console.print(Text.assemble(*parts, style=style), soft_wrap=not wrap)
+
+
 def demo(
-    file: Path, lengths: tuple[int, ...], *, new_tokens: int, impl: str, budget: float, picture: Path | None
+    file: Path,
+    lengths: tuple[int, ...],
+    *,
+    new_tokens: int,
+    impl: str,
+    budget: float,
+    picture: Path | None,
+    figures: Path | None = None,
 ) -> Experiment:
-    """Run the comparison and show it; the experiment has `environment` filled for ``--json``.
+    """Run the comparison, write the files `figures` (JSON) and `picture`, and show what came out.
 
     Raises:
+        OSError: a file could not be written; everything was shown all the same.
         ValueError: as :func:`tokens_of` and :func:`tilewise.demo.experiment.check`.
         RuntimeError: a worker could not load the model.
     """
     check(impl, budget)
-    console = Console()
+    console = _Console()
     ids, lengths = tokens_of(file, lengths)
     machine = environment()
     cpu = machine["devices"][0]
-    console.print(
-        f"A trained T5 (8 + 8 layers, 6 heads, 77 M parameters, fp32) reads the first tokens of [b]{file.name}[/b] "
-        f"({len(ids):,} tokens) and writes a title: as transformers {machine['versions']['transformers']} runs it, and "
-        f"after [b]tilewise.patch(model)[/b] (tilewise {__version__}).\n{cpu['name']}, {cpu['threads']} threads, "
-        f"torch {machine['versions']['torch']}.",
-        highlight=False,
+    _say(
+        console,
+        "A trained T5 (8 + 8 layers, 6 heads, 77 M parameters, fp32) reads the first tokens of ",
+        (file.name, "bold"),
+        f" ({len(ids):,} tokens) and writes a title: as transformers {machine['versions']['transformers']} runs it, "
+        "and after ",
+        ("tilewise.patch(model)", "bold"),
+        f" (tilewise {__version__}).\n{cpu['name']}, {cpu['threads']} threads, torch {machine['versions']['torch']}.",
     )
     if console.is_terminal:
         spinner = Spinner("dots")
@@ -79,16 +110,38 @@ def demo(
 
         def progress(experiment: Experiment, doing: str) -> None:
             if doing:
-                console.print(f"… {doing}", highlight=False)
+                _say(console, f"… {doing}")
 
         experiment = run(ids, lengths, new_tokens=new_tokens, impl=impl, budget=budget, progress=progress)
-        console.print(_table(experiment))
     experiment.environment = {"document": file.name, "document_tokens": len(ids), **machine, **experiment.environment}
+    # Before anything of it is printed: minutes of measuring must not hang on a terminal.
+    written, failures = _write(experiment, figures, picture)
+    if not console.is_terminal:
+        console.print(_table(experiment))
     _conclude(console, experiment)
-    if picture is not None:
-        plot(experiment, picture)
-        console.print(f"Picture: {picture}", highlight=False)
+    for line in written:
+        _say(console, line, wrap=False)
+    if failures:
+        raise OSError("; ".join(failures))
     return experiment
+
+
+def _write(experiment: Experiment, figures: Path | None, picture: Path | None) -> tuple[list[str], list[str]]:
+    """Write both files. What was written and what was not, in words."""
+    written, failures = [], []
+    for what, path, write in (
+        ("Figures", figures, lambda path: path.write_text(json.dumps(experiment.as_dict(), indent=1) + "\n")),
+        ("Picture", picture, lambda path: plot(experiment, path)),
+    ):
+        if path is None:
+            continue
+        try:
+            write(path)
+        except OSError as error:
+            failures.append(f"{what}: {str(path)!r} could not be written ({error.strerror or error})")
+        else:
+            written.append(f"{what}: {path}")
+    return written, failures
 
 
 def _table(experiment: Experiment) -> Table:
@@ -129,16 +182,17 @@ def _conclude(console: Console, experiment: Experiment) -> None:
     tokenizer = load_tokenizer()
     for row in experiment.rows:
         if row.note:
-            console.print(f"{row.system} at {row.n:,} tokens: {row.note}", highlight=False)
-    titles = [(row.n, tokenizer.decode(row.tokens)) for row in experiment.rows if row.system == "tilewise"]
-    for n, title in titles:
-        if title:
-            console.print(f"Title at {n:,} tokens: “{title}”", highlight=False, markup=False)
+            _say(console, f"{row.system} at {row.n:,} tokens: {row.note}")
+    for row in experiment.rows:
+        if row.system == "tilewise" and row.seconds is not None:
+            # The model may end a title before its first word.
+            title = tokenizer.decode(row.tokens).strip()
+            _say(console, f"Title at {row.n:,} tokens: " + (f"“{title}”" if title else "(empty)"))
     workers = experiment.environment["workers"]
-    console.print(
+    _say(
+        console,
         f"Time: encoding and generating greedily. Memory: {workers['tilewise']['memory_method']}. transformers ran its "
         f"attention implementation “{workers['transformers']['attention']}”.",
-        highlight=False,
         style="dim",
     )
     if experiment.exact is None:
