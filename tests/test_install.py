@@ -120,6 +120,13 @@ def test_the_lock_pins_everything_that_the_package_asks_for():
     assert {"torch==2.13.0", 'triton==3.8.0; platform_system == "Linux"'} <= set(lines)
 
 
+def test_no_test_is_left_out():
+    options = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pytest"]["ini_options"]
+    places = [place for path in options["testpaths"] for place in ROOT.glob(path)]
+    found = [file for place in places for file in ([place] if place.is_file() else place.rglob("test_*.py"))]
+    assert sorted(found) == sorted((ROOT / "tests").rglob("test_*.py"))
+
+
 @pytest.fixture
 def setup_env(monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(str(ROOT / "tools"))

@@ -83,6 +83,16 @@ def test_render_prints_every_table(rich, capsys):
     assert "flashdeberta" not in out
 
 
+def test_names_in_a_record_are_no_markup(capsys):
+    strange = [r | {"gpu": "[/x] card"} if r["record"] == "environment" else r | {"case": "[b]t5"} for r in made()]
+    titles = [word for table in tables(strange) for word in table.title.split() if word.startswith("[")]
+    assert titles
+    render(strange, rich=True)
+    out = capsys.readouterr().out
+    assert all(out.count(word) >= titles.count(word) for word in titles)
+    assert "[/x] card" in out
+
+
 def test_report_draws_a_picture_a_case(results, tmp_path):
     shown = CliRunner().invoke(app, ["report", str(results), "--plots", str(tmp_path / "plots")])
     assert shown.exit_code == 0, shown.output
@@ -123,6 +133,8 @@ def test_plan_names_reasons_and_memory():
     [
         (["run", "--cases", "bert"], "case is 'bert'"),
         (["run", "--lengths", "many"], "expected numbers such as 512,2048"),
+        (["run", "--lengths", "٦٤"], "expected numbers such as 512,2048"),
+        (["run", "--lengths", "9" * 5000], "expected numbers such as 512,2048"),
         (["run", "--device", "tpu"], "expected auto, cuda or cpu"),
         (["run", "--dtype", "int8"], "expected float16, bfloat16 or float32"),
         (["plan", "--case", "bert"], "expected one of none, t5"),

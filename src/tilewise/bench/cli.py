@@ -25,7 +25,7 @@ def _numbers(text: str | None) -> list[int] | None:
     names = _names(text)
     if names is None:
         return None
-    if not names or not all(name.isdecimal() for name in names):
+    if not names or not all(name.isascii() and name.isdecimal() and len(name) <= 12 for name in names):
         raise typer.BadParameter(f"{text!r}; expected numbers such as 512,2048")
     return [int(name) for name in names]
 

@@ -195,9 +195,9 @@ def _render_rich(shown: list[Table]) -> None:
 
     console = Console()
     for table in shown:
-        out = RichTable(title=table.title, title_justify="left")
+        out = RichTable(title=Text(table.title), title_justify="left")
         for i, name in enumerate(table.header):
-            out.add_column(name, justify="left" if i == 0 or not table.emphasis else "right")
+            out.add_column(Text(name), justify="left" if i == 0 or not table.emphasis else "right")
         for r, row in enumerate(table.rows):
             out.add_row(*(Text(t, style="bold green" if (r, c) in table.emphasis else "") for c, t in enumerate(row)))
         console.print(out)
