@@ -200,12 +200,22 @@ class Compiler:
         self.pool = multiprocessing.get_context("fork").Pool(processes, _worker)
         self.seen: set[tuple] = set()
 
-    def __call__(self, jobs: list[Job]) -> list[tuple[str, float, str]]:
-        """Compile every kernel of the jobs that has not been; (name, seconds, error) of each."""
+    def __call__(self, jobs: list[Job], limit: float = 3600.0) -> list[tuple[str, float, str]]:
+        """Compile every kernel of the jobs that has not been; (name, seconds, error) of each.
+
+        What is not done within `limit` seconds compiles when it is used.
+        """
         tasks = []
         for job, found in zip(jobs, self.pool.map(_list, jobs, chunksize=1), strict=True):
             for n, key in enumerate(found):
                 if key not in self.seen:
                     self.seen.add(key)
                     tasks.append((job, n))
-        return self.pool.map(_compile, tasks, chunksize=1)
+        began, done = time.time(), []
+        results = self.pool.imap_unordered(_compile, tasks)
+        for _ in tasks:
+            try:
+                done.append(results.next(timeout=max(1.0, limit - (time.time() - began))))
+            except multiprocessing.TimeoutError:
+                break
+        return done

@@ -294,8 +294,9 @@ def tests(args) -> list[dict]:
     for r in failed[:8]:
         say("failed:", r["test"], r["why"][-500:])
     passed = sum(r["outcome"] == "passed" for r in rows)
-    say(f"tests: {passed} of {len(names)} passed, {len(failed)} failed, {len(names) - len(rows)} not run")
-    return rows
+    left = sorted({name.split("::")[-1] for name in names} - {r["test"] for r in rows})
+    say(f"tests: {passed} of {len(names)} passed, {len(failed)} failed, {len(left)} not run")
+    return rows + [{"test": name, "outcome": "not run"} for name in left]
 
 
 def _lines(path: Path) -> list[str]:
@@ -334,28 +335,36 @@ def main() -> None:
     parser.add_argument("--select", default="", help="tests to run, as pytest's -k")
     parser.add_argument("--processes", type=int)
     args = parser.parse_args()
+    # `tests` changes the folder.
+    args.out = args.out.resolve()
     args.out.mkdir(parents=True, exist_ok=True)
     if args.table:
         settings.use(json.loads(args.table.read_text()))
     settings.WIDE.update(args.tiles)
     compiler = Compiler(args.processes)
     prepare(compiler, jobs_of(args))
-    for stage in args.stages:
+    wrong = 0
+    for n, stage in enumerate(args.stages):
         if time.time() - START > args.until:
             say(f"time is up before {stage}")
+            wrong += len(args.stages) - n
             break
-        records = []
         try:
             records = STAGES[stage](args)
         except Exception:
+            wrong += 1
             say(f"{stage} failed:", traceback.format_exc()[-1500:])
+            continue
+        wrong += any(r.get("outcome") in ("failed", "not run") for r in records)
         (args.out / f"carried_{stage}.json").write_text(
             json.dumps({"environment": environment(), "records": records}, indent=1)
         )
+    sys.exit(bool(wrong))
 
 
-def prepare(compiler: Compiler, jobs: list[Job]) -> None:
-    compiled = compiler(jobs)
+def prepare(compiler: Compiler, jobs: list[Job], limit: float = 3600.0) -> None:
+    """Compile what the jobs launch, and say what failed."""
+    compiled = compiler(jobs, limit)
     say(f"{len(compiled)} kernels, {sum(s for _, s, _ in compiled):.0f} s of compiling")
     for name, _, why in compiled:
         if why:

@@ -13,23 +13,18 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
-import os
 import time
-import traceback
-from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
 
 import torch
 import triton
-from carried_blocks import NoGPU, carried_block, config_of, tensors
-from carried_kernels import Clock, both_ways, environment, release, say
+from carried_blocks import Compiler, Job, carried_block, config_of, tensors, tiles_of
+from carried_kernels import Clock, both_ways, environment, prepare, release, say
 from triton.compiler.errors import CompilationError
 from triton.runtime import errors
 
 from tilewise.carried import TileLayout
-from tilewise.carried.triton import launch as kernels
 from tilewise.carried.triton import settings
 from tilewise.carried.triton.settings import Shape
 from tilewise.triton.launch import launcher
@@ -68,95 +63,8 @@ def kind_of(name: str, meta: dict) -> str | None:
     return NAMES.get(name)
 
 
-@contextmanager
-def chosen(table: dict[str, Shape], fill: float):
-    """The table's tiles, and whether heads are summed in registers, in place of the settings'."""
-    kept, kept_fill = dict(settings.WIDE), settings.FILL
-    settings.WIDE.update(table)
-    settings.FILL = fill
-    try:
-        yield
-    finally:
-        settings.WIDE.update(kept)
-        settings.FILL = kept_fill
-
-
-def launches(plan: str, table: dict[str, Shape], fill: float, act) -> None:
-    """Run a small block on the CPU with `act` in place of every launch."""
-    refusal, kernels.refusal = kernels.refusal, lambda *_: None
-    launcher.append(act)
-    try:
-        with chosen(table, fill):
-            q, k, v, G = tensors(256, "cpu")
-            torch.autograd.grad(carried_block(config_of(plan), q, k, v)(), [*q, *k, *v], G)
-    finally:
-        launcher.pop()
-        kernels.refusal = refusal
-
-
-def start_worker() -> None:
-    # Without devices autograd starts no threads for them.
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    torch.set_num_threads(1)
-    triton.runtime.driver.set_active(NoGPU())
-
-
-def listed(job: tuple) -> list[tuple]:
-    """What tells the kernels of a job apart, in order."""
-    found: list[tuple] = []
-
-    def kind(x) -> str:
-        shape = getattr(x, "block_shape", "")
-        return "none" if x is None else f"{type(x).__name__}{getattr(x, 'dtype', '')}{shape}"
-
-    launches(*job, lambda f, grid, *a, **m: found.append((f.fn.__name__, *map(kind, a), *sorted(map(str, m.items())))))
-    return found
-
-
-def compiled(task: tuple[tuple, int]) -> tuple[str, float, str]:
-    """(name, seconds, error) of one kernel of a job."""
-    job, wanted = task
-    count, done = -1, ("", 0.0, "")
-
-    def act(kernel, grid, *args, **meta):
-        nonlocal count, done
-        count += 1
-        if count == wanted:
-            start, why = time.perf_counter(), ""
-            try:
-                kernel.warmup(*args, grid=grid, **meta)
-            except Exception:
-                why = traceback.format_exc()[-600:]
-            done = (kernel.fn.__name__, time.perf_counter() - start, why)
-
-    launches(*job, act)
-    return done
-
-
-class Compiler:
-    """Processes that compile kernels side by side; made before the GPU is used."""
-
-    def __init__(self, processes: int | None) -> None:
-        processes = processes or max(1, (os.cpu_count() or 2) - 1)
-        self.pool = multiprocessing.get_context("fork").Pool(processes, start_worker)
-        self.seen: set[tuple] = set()
-
-    def __call__(self, jobs: list[tuple], limit: float) -> None:
-        """Compile every kernel of the jobs that has not been, within `limit` seconds; the rest compile when used."""
-        tasks = []
-        for job, found in zip(jobs, self.pool.map(listed, jobs, chunksize=1), strict=True):
-            tasks += [(job, n) for n, key in enumerate(found) if key not in self.seen and not self.seen.add(key)]
-        began, spent, count = time.time(), 0.0, 0
-        results = self.pool.imap_unordered(compiled, tasks)
-        for _ in tasks:
-            try:
-                name, seconds, why = results.next(timeout=max(1.0, limit - (time.time() - began)))
-            except multiprocessing.TimeoutError:
-                break
-            count, spent = count + 1, spent + seconds
-            if why:
-                say("  not compiled:", name, why)
-        say(f"{count} of {len(tasks)} kernels compiled, {spent:.0f} s of processes")
+def job_of(plan: str, table: dict[str, Shape], fill: float) -> Job:
+    return Job(plan, tiles=tuple(table.items()), fill=fill)
 
 
 class Timer:
@@ -183,7 +91,7 @@ class Timer:
         q, k, v, G = tensors(T, "cuda")
         launcher.append(timed)
         try:
-            with chosen(table, fill):
+            with tiles_of(job_of(plan, table, fill)):
                 layout = TileLayout(config_of(plan), T, T, device="cuda")
                 step = both_ways(carried_block(config_of(plan), q, k, v, layout), [*q, *k, *v], G)
                 samples: dict[str, list[float]] = {}
@@ -228,8 +136,7 @@ def main() -> None:
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     compiler = Compiler(args.processes)
-    jobs = [(plan, column(n), NEVER) for n in range(args.columns) for plan in PLANS]
-    compiler(jobs, 0.6 * args.until)
+    prepare(compiler, [job_of(plan, column(n), NEVER) for n in range(args.columns) for plan in PLANS], 0.6 * args.until)
     records, timer = [], Timer()
     for n in range(args.columns):
         if time.time() - START > 0.85 * args.until:
@@ -242,7 +149,8 @@ def main() -> None:
     picked = column(0) | best(records)
     say("tiles:", {kind: tuple(shape) for kind, shape in picked.items()})
     release()
-    compiler([("none", picked, fill) for fill in (NEVER, ALWAYS)], max(5.0, args.until - (time.time() - START)))
+    left = max(5.0, args.until - (time.time() - START))
+    prepare(compiler, [job_of("none", picked, fill) for fill in (NEVER, ALWAYS)], left)
     # All heads in one launch, as where E is stored: then programs are what FILL counts.
     settings.TRANSIENT = 4 << 30
     groups = [timer("none", T, picked, fill, args.rounds, args.sleep) for T in (4096, 8192) for fill in (NEVER, ALWAYS)]

@@ -10,6 +10,7 @@ import json
 import multiprocessing
 import os
 import re
+import sys
 import time
 import traceback
 from pathlib import Path
@@ -315,7 +316,9 @@ def main():
         jobs += [("warm", label, part) for label in sweeps() for part in range(2)]
     done = pool(jobs)
     say("compiled", len(jobs), "jobs")
+    wrong = 0
     for job, ok, result in done:
+        wrong += not ok
         if not ok and job[0] != "check":
             say("FAILED", job[:2], result)
     swept = []
@@ -328,10 +331,15 @@ def main():
         try:
             rows = stages[stage]()
         except Exception:
+            wrong += 1
             say(stage, "FAILED", traceback.format_exc()[-1500:])
             continue
+        if stage == "check":
+            wrong += sum(not r["ok"] for r in rows)
         (out / f"depth_{stage}.json").write_text(json.dumps({**where, "rows": rows}, indent=1))
         torch.cuda.empty_cache()
+    # A missed budget or a stage that failed makes a failing exit; what was measured is written all the same.
+    sys.exit(bool(wrong))
 
 
 if __name__ == "__main__":
