@@ -25,6 +25,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from .launch import cdiv, launch
 from .plan import Layout, Source
+from .skew import to_half, visible
 
 __all__ = ["forward", "unsuited"]
 
@@ -64,32 +65,12 @@ _FINE_CONSTRAINTS = gl.constexpr(",".join(["=&r"] * 16 + ["r"] * 32))
 
 
 @gluon.jit
-def _to_half(x):
-    """fp16, saturated at ±65504."""
-    return gl.inline_asm_elementwise("cvt.rn.satfinite.f16x2.f32 $0, $2, $1;", "=r,r,r", [x], gl.float16, True, 2)
-
-
-@gluon.jit
 def _fetch(k, p, v, ks, ps, vs, bars, slot, b, hk, hp, j, row, go, BYTES: gl.constexpr):
     bar = bars.index(slot)
     mbarrier.expect(bar, 3 * BYTES, pred=go)
     tma.async_copy_global_to_shared(k, [b, hk, j, 0], bar, ks.index(slot), pred=go)
     tma.async_copy_global_to_shared(p, [hp, row, 0], bar, ps.index(slot), pred=go)
     tma.async_copy_global_to_shared(v, [b, hk, j, 0], bar, vs.index(slot), pred=go)
-
-
-@gluon.jit
-def _visible(rule, b, i, j, Tq, Tk, offset, left, right):
-    seen = (i >= 0) & (j < Tk)
-    if rule.WINDOW:
-        delta = i + offset - j
-        seen = seen & (delta <= left) & (delta >= -right)
-    if rule.BOUNDS:
-        at = rule.bounds + b * rule.bounds_batch + i * rule.bounds_row
-        seen = seen & (j >= gl.load(at, mask=i < Tq, other=0)) & (j < gl.load(at + 1, mask=i < Tq, other=0))
-    if rule.KEYS:
-        seen = seen & (gl.load(rule.keys + b.to(gl.int64) * Tk + j, mask=j < Tk, other=0) != 0)
-    return seen
 
 
 @gluon.jit(do_not_specialize=["c", "H", "G", "HP", "Tq", "Tk", "offset", "origin", "left", "right", "batch"])
@@ -146,7 +127,7 @@ def attend_linear(q, w, k, v, p, o, lse, rule, ranges, c, H, G, HP, Tq, Tk, offs
     zero = gl.zeros([_T, _T], gl.float32, s_mma)
     g = warpgroup_mma(ws, ps.index(STAGES - 1).permute((1, 0)), zero, use_acc=False, is_async=True)
     g = warpgroup_mma_wait(0, deps=[g])
-    last = _to_half(g)
+    last = to_half(g)
     acc = warpgroup_mma_init(gl.zeros([_T, D], gl.float32, o_mma))
     l = gl.zeros([_T], gl.float32, row_of_s)
     m = gl.full([_T], -1.0e30, gl.float32, row_of_s)
@@ -158,7 +139,7 @@ def attend_linear(q, w, k, v, p, o, lse, rule, ranges, c, H, G, HP, Tq, Tk, offs
         s = warpgroup_mma(qs, ks.index(slot).permute((1, 0)), zero, use_acc=False, is_async=True)
         g = warpgroup_mma(ws, ps.index(slot).permute((1, 0)), zero, use_acc=False, is_async=True)
         s, g, acc = warpgroup_mma_wait(0, deps=[s, g, acc])
-        here = _to_half(g)
+        here = to_half(g)
         gs.slice(0, _T, dim=1).store(last)
         gs.slice(_T, _T, dim=1).store(here)
         if GATHER:
@@ -176,7 +157,7 @@ def attend_linear(q, w, k, v, p, o, lse, rule, ranges, c, H, G, HP, Tq, Tk, offs
         s = s + x.to(gl.float32)
         if MASKED:
             j = lo + t * _T + gl.arange(0, _T, gl.SliceLayout(0, s_mma))
-            s = gl.where(_visible(rule, b, i[:, None], j[None, :], Tq, Tk, offset, left, right), s * c, float("-inf"))
+            s = gl.where(visible(rule, b, i[:, None], j[None, :], Tq, Tk, offset, left, right), s * c, float("-inf"))
             new = gl.maximum(m, gl.max(s, 1))
             prob = gl.exp2(s - new[:, None])
         else:
