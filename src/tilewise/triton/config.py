@@ -15,7 +15,7 @@ __all__ = [
     "MEASURED", "Limits", "Tiles", "backward_tiles", "fold_tiles", "forward_tiles", "projection_tiles", "using",
 ]  # fmt: skip
 
-SKEW_IN_REGISTERS = False
+SKEW_IN_REGISTERS = True
 """Whether calls that leave the skew to the kernels take the Hopper kernels that do it in registers (:mod:`.band`,
 :mod:`.linear_backward`): not before those have been checked on a GPU."""
 
