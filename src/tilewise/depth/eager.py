@@ -30,6 +30,8 @@ __all__ = [
     "phase2_bwd",
     "phase2_from_scores",
     "phase2_fwd",
+    "prepare",
+    "read",
     "scores",
     "serve_",
 ]
@@ -265,6 +267,42 @@ def phase2_from_scores(
     """(p, y) of :func:`phase2_fwd` with o1 and lse from one query's scores s [n, T]; o1 is not stored."""
     o1, lse = combine(sources, s[None])
     return phase2_fwd(update, prefix, o1[0], lse[0], q, w, eps, output_eps)
+
+
+def prepare(q: Tensor, dtype: torch.dtype) -> None:
+    """Nothing is derived from queries here."""
+
+
+@_exact
+def read(
+    o1: Tensor | None,
+    lse: Tensor | None,
+    sources: Sequence[Tensor],
+    update: Tensor | None,
+    s: Tensor,
+    w: Tensor | None,
+    output_eps: float,
+    slot: Tensor | None = None,
+) -> Tensor:
+    """y `[T, d]` of one read whose scores are known, in one softmax over all that is given, with the output norm.
+
+    Args:
+        o1, lse: phase 1 over earlier sources, a source of score lse; or None.
+        sources: n of them, `[T, d]` each; may be empty.
+        update: one source more, or None.
+        s: scores of the sources and then of the update, `[n or n + 1, T]`.
+        w: weight of the norm, or None for h itself.
+        output_eps: epsilon of the norm.
+        slot: receives a copy of the update, if given.
+    """
+    values = [*sources] if update is None else [*sources, update]
+    if slot is not None:
+        slot.copy_(update)
+    if o1 is not None:
+        values, s = [o1, *values], torch.cat([lse[None], s[: len(values)]])
+    alpha = s[: len(values)].softmax(0)
+    h = sum(a[:, None] * wide(v) for a, v in zip(alpha, values, strict=True))
+    return _norm_fwd(h, w, output_eps).to(values[0].dtype)
 
 
 def _phase2_bwd(dy, dp, p, o1, lse, q, w, eps, output_eps):

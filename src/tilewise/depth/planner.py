@@ -21,7 +21,7 @@ class MemoryPlan:
         resident: tokens that one device holds at a time, after chunking and sharding.
         sources: slots of the bank.
         bank: completed blocks, or outputs for Full.
-        phase1: normalised outputs and fp32 lse of the largest two-phase group, and for Block the table of fp32 scores.
+        phase1: normalised outputs and fp32 lse of the largest two-phase group, and the table of fp32 scores.
         running: prefix, update and normalised input of the sublayer at work.
         shards, chunk: as asked for.
     """
@@ -99,9 +99,10 @@ def plan_memory(
     if schedule is None:
         return MemoryPlan(tokens, resident, blocks, blocks * resident * vector, 0, 0, shards, chunk)
     slots = schedule.sublayers if schedule.full else len(schedule.starts)
-    starts = [start for start in schedule.starts if not schedule.visit(start).one_pass]
+    starts = [start for start in schedule.starts if not (schedule.visit(start).one_pass or schedule.full and not start)]
     queries = max((schedule.phase1_end(start) - start for start in starts), default=0)
-    scores = (schedule.sublayers + 1) * slots if queries and not schedule.full else 0
+    columns = schedule.max_sources if schedule.full else slots if queries else 0
+    scores = (schedule.sublayers + 1) * columns
     statistics = resident * (queries * (vector + 4) + 4 * scores)
     return MemoryPlan(
         tokens, resident, slots, slots * resident * vector, statistics, 3 * resident * vector, shards, chunk

@@ -10,7 +10,7 @@ from torch import Tensor
 from tilewise.depth import stream as functional
 from tilewise.depth.ops import backend, check_call
 from tilewise.depth.reference import fold_queries
-from tilewise.depth.schedule import Schedule
+from tilewise.depth.schedule import Schedule, Visit
 from tilewise.depth.stream import Reads
 
 __all__ = ["InferenceState", "InferenceStream"]
@@ -75,13 +75,17 @@ class InferenceState:
         statistics = torch.float64 if dtype == torch.float64 else torch.float32
         folded = fold_queries(self.reads.query, self.reads.key_weight).to(device, statistics).contiguous()
         self.q = folded.unbind(0)
+        self.run.prepare(folded, dtype)
         # The same tensors every step: the kernels remember what they derive from a query.
-        self.later = {start: folded[start:] for start in range(schedule.sublayers)}
-        two_phase = [] if schedule.full else [l for l in range(schedule.sublayers) if not schedule.visit(l).one_pass]
+        self.later = {start: folded[start:] for start in range(schedule.sublayers + 1)}
+        visits = [schedule.visit(l) for l in range(schedule.sublayers)]
+        two_phase = [v.sublayer for v in visits if not (v.one_pass or schedule.full and v.start == 0)]
         rows = max((schedule.phase1_end(l) - l for l in two_phase), default=0)
         self.o1 = torch.zeros(rows * max_tokens * d, device=device, dtype=dtype)
         self.lse = torch.zeros(rows * max_tokens, device=device, dtype=statistics)
-        shape = (schedule.sublayers + 1 if rows else 0, slots, max_tokens)
+        # Full: every read takes its scores from here, the last output has no slot.
+        columns = schedule.max_sources if schedule.full else slots if rows else 0
+        shape = (schedule.sublayers + 1 if columns else 0, columns, max_tokens)
         self.scores = torch.zeros(shape, device=device, dtype=statistics)
         self.side = torch.cuda.Stream(device) if device.type == "cuda" and overlap_tokens else None
         self.steps = 0
@@ -153,7 +157,6 @@ class InferenceStream:
         self._scored = 0
         self._rows = range(0)
         self._pending: torch.cuda.Event | None = None
-        self._full = functional.begin(embedding)
         self.position = 0
 
     @torch.no_grad()
@@ -168,11 +171,11 @@ class InferenceStream:
         norm_weight = functional.chosen_norm(self._norms, sublayer, norm_weight)
         self._check_weight(norm_weight)
         self.position += 1
-        if self._owner.schedule.full:
-            return self._read_full(sublayer, norm_weight)
         visit = self._owner.schedule.visit(sublayer)
         if sublayer == 0:
             y = self._first(self._slot(0), norm_weight)
+        elif self._owner.schedule.full:
+            y = self._full(visit, norm_weight)
         elif visit.one_pass:
             y = self._one_pass(sublayer, visit.first, visit.sources, norm_weight)
         else:
@@ -202,7 +205,10 @@ class InferenceStream:
         self._check("output()", self.position == self._owner.schedule.sublayers and self._update is not None)
         self._check_weight(norm_weight)
         owner, n, row = self._owner, self._owner.bank.shape[0], len(self._owner.q) - 1
-        if owner.schedule.full or self._scored < n:
+        if owner.schedule.full:
+            self._keep(row)
+            return self._read(row, None, range(n), None, norm_weight).view(self._shape)
+        if self._scored < n:
             return self._mix(self._slots(n), self._update, self._prefix, row, norm_weight)[1].view(self._shape)
         if not owner.run.direct(self._tokens, n):
             self._rows = range(row, row + 1)
@@ -304,17 +310,35 @@ class InferenceStream:
             owner.run.combine(self._slots(n), scores, out=o1, lse=lse)
         self._pending = side.record_event()
 
-    def _read_full(self, l: int, weight: Tensor | None) -> Tensor:
+    def _full(self, visit: Visit, weight: Tensor | None) -> Tensor:
+        """Full: the update is scored against all later queries, then one kernel a row reads what the sublayer mixes."""
+        owner, l = self._owner, visit.sublayer
+        self._keep(l)
+        if visit.one_pass or visit.start == 0:
+            return self._read(l, None, range(l), self._slot(l), weight)
+        if visit.first:
+            owner.store(l, self._update)
+            self._rows = range(l, visit.end)
+            self._combine(self._rows, l + 1, None)
+            return self._first(self._buffers(range(l, l + 1))[0][0], weight)
+        return self._read(l, range(l, l + 1), range(visit.start + 1, l), self._slot(l), weight)
+
+    def _keep(self, l: int) -> None:
+        """Scores of the update, source number l, against queries l and later."""
         owner = self._owner
-        if l:
-            self._full = functional.write(self._full, self._update.view(self._shape))
+        self._score(1, 1)
+        owner.run.scores(
+            [self._update], owner.later[l], owner.reads.eps, out=owner.scores[l:, l : l + 1, : self._tokens]
+        )
 
-        def keep(number: int, prefix: Tensor | None, update: Tensor | None) -> Tensor:
-            return owner.store(number, functional.total(number, prefix, update))
-
-        y, self._full = functional.read(self._full, owner.schedule, owner.reads, l, weight, complete=keep)
-        self._update = None
-        return y
+    def _read(self, l: int, rows: range | None, slots: range, slot: Tensor | None, weight: Tensor | None) -> Tensor:
+        """Read l over o1 of phase 1, if it has a row there, these slots, and the update, which is kept in `slot`."""
+        owner = self._owner
+        o1, lse = (None, None) if rows is None else (x[0] for x in self._buffers(rows))
+        slot = None if slot is None or slot.data_ptr() == self._update.data_ptr() else slot
+        scores = owner.scores[l, slots.start : slots.stop + 1, : self._tokens]
+        sources = [self._slot(number) for number in slots]
+        return owner.run.read(o1, lse, sources, self._update, scores, weight, owner.reads.output_eps, slot=slot)
 
     def _check(self, call: str, legal: bool) -> None:
         if self._step != self._owner.steps:

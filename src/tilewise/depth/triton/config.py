@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 __all__ = [
+    "combine_many",
     "combine_tiles",
     "dv_tiles",
     "few",
@@ -13,6 +14,7 @@ __all__ = [
     "mix_few",
     "mix_warps",
     "one_reduction",
+    "read",
     "score_tiles",
 ]
 
@@ -125,6 +127,30 @@ def combine_tiles(T: int, d: int, n: int, S: int, size: int) -> dict:
     columns = cdiv(d, block_d)
     span = cdiv(columns, cdiv(columns, 7 if few(T) else 14))
     return {"BS": block_s, "BT": block_t, "BN": block_n, "BD": block_d, "span": span, "num_warps": 4, "STAGES": 3}
+
+
+MANY = 128
+"""Up to so many sources of 16 bits have their weights in registers (`combine_many`); more are taken in chunks."""
+
+
+def combine_many(T: int, d: int, n: int, S: int, size: int) -> dict | None:
+    """Tile of `combine_many_kernel`, or None where `combine_tiles` is better: few sources, or elements of 4 bytes.
+
+    A tile of sources is 16 to 32 KiB, so that two programs an SM with three stages have 128 KiB in flight.
+    """
+    if size != 2 or not 16 < n <= MANY:
+        return None
+    block_n = max(next_power_of_2(n), 32)
+    block_d = 256 if block_n <= 64 else 128
+    columns = cdiv(d, block_d)
+    span = cdiv(columns, cdiv(columns, 7)) if few(T) else columns
+    return {"BS": 16, "BN": block_n, "BD": block_d, "span": span, "num_warps": 4, "STAGES": 3}
+
+
+def read(T: int, d: int, n: int) -> dict:
+    """Tile of `read_kernel`: UNROLL rows of d elements are in flight a program, besides o1 and the update."""
+    block = row_block(d)
+    return {"UNROLL": 4, "BN": 16 if n < 16 else 128, "BD": block, "num_warps": min(max(block // 1024, 1), 16)}
 
 
 def inner_tiles(n: int, S: int, size: int) -> dict:

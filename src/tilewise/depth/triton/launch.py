@@ -10,7 +10,7 @@ import triton
 from torch import Tensor
 
 from tilewise.depth.triton import config
-from tilewise.depth.triton.launch_phase1 import combine, complete, phase1_bwd, scores
+from tilewise.depth.triton.launch_phase1 import combine, complete, phase1_bwd, prepare, read, scores
 from tilewise.depth.triton.merge import merge_bwd_kernel, merge_fwd_kernel
 from tilewise.depth.triton.mergefew import merge_sources_kernel
 from tilewise.depth.triton.mixfew import mix_few_kernel
@@ -28,6 +28,8 @@ __all__ = [
     "phase2_bwd",
     "phase2_from_scores",
     "phase2_fwd",
+    "prepare",
+    "read",
     "scores",
     "serve_",
 ]

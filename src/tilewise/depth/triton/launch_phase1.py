@@ -9,11 +9,12 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from tilewise.depth.triton import config
+from tilewise.depth.triton.many import combine_many_kernel, read_kernel
 from tilewise.depth.triton.phase1 import combine_kernel, finish_kernel, scores_kernel
 from tilewise.depth.triton.phase1_bwd import inner_kernel, source_grad_kernel, weights_kernel
-from tilewise.depth.triton.sources import bank
+from tilewise.depth.triton.sources import bank, row_stride, rows
 
-__all__ = ["combine", "complete", "phase1_bwd", "scores", "split_queries"]
+__all__ = ["combine", "complete", "phase1_bwd", "prepare", "read", "scores", "split_queries"]
 
 
 _SPLIT = WeakIdKeyDictionary()
@@ -31,11 +32,22 @@ def split_queries(q: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     known = _SPLIT.get(q)
     if known is not None and known[0] == (version, dtype) and version >= 0:
         return known[1]
+    whole = _SPLIT.get(q._base) if q._base is not None else None
+    if whole is not None and whole[0] == (version, dtype) and q.shape[1:] == q._base.shape[1:] and q.is_contiguous():
+        first = (q.storage_offset() - q._base.storage_offset()) // q.shape[1]
+        parts = tuple(x[first : first + q.shape[0]] for x in whole[1])
+        _SPLIT[q] = (version, dtype), parts
+        return parts
     high = q.to(dtype)
     parts = high, (q - high.float()).to(dtype)
     if version >= 0 and not (q.is_cuda and torch.cuda.is_current_stream_capturing()):
         _SPLIT[q] = (version, dtype), parts
     return parts
+
+
+def prepare(q: Tensor, dtype: torch.dtype) -> None:
+    """Split queries of which later calls take rows: the rows' parts are views of these."""
+    split_queries(q, dtype)
 
 
 def _fits(name: str, x: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, strides: bool = False) -> None:
@@ -139,23 +151,29 @@ def combine(sources, s, out=None, lse=None):
     if T == 0 or S == 0:
         return o1, lse
     s = s if s.dtype == torch.float32 and (T == 1 or s.stride(2) == 1) else s.float().contiguous()
+    where = like if b.table is None else b.table
+    strides = (b.stride8, b.row8, s.stride(0), s.stride(1))
+    if cfg := config.combine_many(T, d, n, S, like.element_size()):
+        span = cfg.pop("span")
+        grid = (T * config.cdiv(S, cfg["BS"]), config.cdiv(config.cdiv(d, cfg["BD"]), span))
+        combine_many_kernel[grid](
+            like, where, s, o1, lse, T, n, S, *strides, span, TABLE=b.table is not None, D=d, **cfg
+        )  # fmt: skip
+        return o1, lse
     cfg = config.combine_tiles(T, d, n, S, like.element_size())
     span = cfg.pop("span")
     one = n <= cfg["BN"]
     grid = (config.cdiv(T, cfg["BT"]) * config.cdiv(S, cfg["BS"]), config.cdiv(config.cdiv(d, cfg["BD"]), span))
     combine_kernel[grid](
         like,
-        like if b.table is None else b.table,
+        where,
         s,
         o1,
         lse,
         T,
         n,
         S,
-        b.stride8,
-        b.row8,
-        s.stride(0),
-        s.stride(1),
+        *strides,
         span,
         TABLE=b.table is not None,
         LOW=like.dtype != torch.float32,
@@ -164,6 +182,45 @@ def combine(sources, s, out=None, lse=None):
         **cfg,
     )
     return o1, lse
+
+
+def read(o1, lse, sources, update, s, w, output_eps, slot=None):
+    """See :func:`tilewise.depth.eager.read`."""
+    like = o1 if o1 is not None else update if update is not None else sources[0]
+    T, d = like.shape
+    y = torch.empty((T, d), dtype=like.dtype, device=like.device)
+    if T == 0:
+        return y
+    b = bank(sources) if sources else None
+    o1 = None if o1 is None else o1.contiguous()
+    update = None if update is None else rows(update)
+    s = s if T == 1 or s.stride(1) == 1 else s.contiguous()
+    read_kernel[(T,)](
+        y if b is None else b.base,
+        y if b is None or b.table is None else b.table,
+        s,
+        y if o1 is None else o1,
+        s if lse is None else lse.contiguous(),
+        y if update is None else update,
+        y if slot is None else slot,
+        y if w is None else w,
+        y,
+        len(sources),
+        0 if b is None else b.stride8,
+        0 if b is None else b.row8,
+        0 if update is None else row_stride(update) // 8,
+        0 if slot is None else row_stride(slot) // 8,
+        s.stride(0),
+        output_eps,
+        TABLE=b is not None and b.table is not None,
+        O1=o1 is not None,
+        UPDATE=update is not None,
+        STORE=slot is not None,
+        NORM=w is not None,
+        D=d,
+        **config.read(T, d, len(sources)),
+    )
+    return y
 
 
 def phase1_bwd(do1, dlse, sources, q, s, lse, r, into=None, fresh=False):
