@@ -97,7 +97,9 @@ def main(dtype: torch.dtype, d: int, T: int, n: int, S: int) -> None:
     plain_residual.add_norm_bwd_kernel[(264,)](
         u, p, u, w, p, empty(264, d, dtype=f32), T, 1e-6, D=d, BD=wide, STAGES=2, num_warps=min(max(wide // 512, 4), 16)
     )
+    launch.read(u, empty(T, dtype=f32), v, p, empty(n + 1, T, dtype=f32), w, 1e-6, slot=u)
     many = [x(T, d) for _ in range(17)]
+    launch.combine(many, empty(S, 17, T, dtype=f32))
     sources.even_step = lambda _: None
     launch.mix_fwd(many, u, p, q, w, 1e-6, 1e-6)
     launch.combine(many, empty(S, 17, T, dtype=f32))

@@ -16,6 +16,7 @@ from tilewise.depth import reference as R
 from tilewise.depth.sources import Fixed
 from tilewise.depth.triton import config, launch, sources
 from tilewise.depth.triton.common import source_rows
+from tilewise.depth.triton.launch_phase1 import split_queries
 from tilewise.testing import assert_within_budget
 
 assert os.environ.get("TRITON_INTERPRET") == "1"
@@ -156,6 +157,51 @@ def test_phase_two_from_scores(dtype, n):
             assert_within_budget("y", got[1], low[1], exact[1])
             assert (got[0] is None) == (low[0] is None)
             assert got[0] is None or torch.equal(got[0], low[0])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("n", "S", "width"), [(18, 3, 24), (70, 18, 24), (130, 2, 24), (20, 1, 256)])
+def test_weighted_sums_of_many_sources(dtype, n, S, width):
+    """A tile of 32 or 128 sources, queries beyond a tile, more sources than fit, columns with and without a rest."""
+    v, w, g, *_ = make(n, S, 2, width, dtype, correlation=0.9)
+    s = R.scores([x.double() for x in v], w.double(), g.double()).to(torch.float32)
+    got, low = launch.combine(v, s), eager.combine(v, s)
+    exact = eager.combine([x.double() for x in v], s.double())
+    for name, *xs in zip(("o1", "lse"), got, low, exact, strict=True):
+        assert_within_budget(name, *xs)
+    bank = torch.stack(v)
+    assert torch.equal(launch.combine(bank.unbind(0), s)[0], got[0])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("n", "first", "update"), [(0, True, True), (1, True, False), (5, False, True), (18, True, True)])
+@pytest.mark.parametrize("warm", [0, 1])
+def test_read_from_scores(dtype, n, first, update, warm):
+    """Over o1, sources and an update in every combination, with and without norm and copy; scattered and in a bank."""
+    v, w, g, o, u, o1 = make(max(n, 1), 1, 3, 24, dtype, correlation=0.9)
+    v, lse = v[:n], torch.randn(3)
+    s = torch.randn(n + 1, 3)
+    args = [o1 if first else None, lse if first else None, v, u if update else None, s, o if warm else None, 1e-3]
+    slot = torch.zeros(3, 48).to(dtype)[:, 24:] if update and warm else None
+    got, low = launch.read(*args, slot=slot), eager.read(*args)
+    wide = [x.double() if torch.is_tensor(x) else x for x in args]
+    wide[2] = [x.double() for x in v]
+    assert_within_budget("y", got, low, eager.read(*wide))
+    assert slot is None or torch.equal(slot, u)
+    if n:
+        args[2] = torch.stack(v).unbind(0)
+        assert torch.equal(launch.read(*args), got)
+
+
+def test_rows_of_queries_that_were_split_share_their_parts():
+    q = torch.randn(6, 16)
+    launch.prepare(q, torch.float16)
+    whole = split_queries(q, torch.float16)
+    for part, all_ in zip(split_queries(q[2:5], torch.float16), whole, strict=True):
+        assert part.data_ptr() == all_[2:].data_ptr()
+        assert part.shape == (3, 16)
+    q.mul_(2)
+    assert torch.equal(split_queries(q[2:5], torch.float16)[0], q[2:5].half())
 
 
 @pytest.mark.parametrize(("n", "write", "delta"), [(0, -1, True), (2, 3, True), (4, -1, False)])

@@ -210,7 +210,7 @@ class InferenceStream:
             return self._read(row, None, range(n), None, norm_weight).view(self._shape)
         if self._scored < n:
             return self._mix(self._slots(n), self._update, self._prefix, row, norm_weight)[1].view(self._shape)
-        if not owner.run.direct(self._tokens, n):
+        if n > 1 and not owner.run.direct(self._tokens, n):
             self._rows = range(row, row + 1)
             self._combine(self._rows, n, None)
         return self._merge(row, n, norm_weight, False).view(self._shape)
@@ -255,7 +255,7 @@ class InferenceStream:
                 block = self._slot(n - 1)
                 owner.run.complete(self._update, self._prefix, owner.later[l], reads.eps, block=block, out=out)
                 self._prefix, self._scored = None, n
-        if owner.run.direct(self._tokens, n):
+        if n == 1 or owner.run.direct(self._tokens, n):
             self._score(n, l)
             return self._merge(l, n, weight, first)
         if l not in self._rows:
@@ -277,6 +277,9 @@ class InferenceStream:
         if owner.run.direct(self._tokens, n):
             scores = owner.scores[l, :n, : self._tokens]
             phase1, merge = (self._slots(n), scores), owner.run.phase2_from_scores
+        elif n == 1:
+            # The softmax over one source is 1: o1 is the source, lse its score.
+            phase1, merge = (self._slot(0), owner.scores[l, 0, : self._tokens]), owner.run.phase2_fwd
         else:
             o1, lse = self._buffers(range(l, l + 1))
             phase1, merge = (o1[0], lse[0]), owner.run.phase2_fwd
