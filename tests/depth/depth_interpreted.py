@@ -174,11 +174,13 @@ def test_weighted_sums_of_many_sources(dtype, n, S, width):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("n", "first", "update"), [(0, True, True), (1, True, False), (5, False, True), (18, True, True)])
+@pytest.mark.parametrize(
+    ("n", "first", "update"), [(0, True, True), (1, True, False), (5, False, True), (18, True, True)]
+)
 @pytest.mark.parametrize("warm", [0, 1])
 def test_read_from_scores(dtype, n, first, update, warm):
     """Over o1, sources and an update in every combination, with and without norm and copy; scattered and in a bank."""
-    v, w, g, o, u, o1 = make(max(n, 1), 1, 3, 24, dtype, correlation=0.9)
+    v, _, _, o, u, o1 = make(max(n, 1), 1, 3, 24, dtype, correlation=0.9)
     v, lse = v[:n], torch.randn(3)
     s = torch.randn(n + 1, 3)
     args = [o1 if first else None, lse if first else None, v, u if update else None, s, o if warm else None, 1e-3]

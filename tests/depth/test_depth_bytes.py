@@ -19,7 +19,7 @@ def counted(schedule):
 
 
 def test_full_moves_no_more_than_the_two_phase_formula_allows():
-    """128 sublayers: 2,135 vectors where the operators' count is 1,972 and the paper's, keys and values apart, 2,901."""
+    """128 sublayers: 2,135 vectors where the operators' count is 1,972; the paper's, keys and values apart, is 2,901."""
     schedule = Schedule.full_attention(128)
     found = counted(schedule)
     assert found.vectors == 2135
@@ -29,12 +29,10 @@ def test_full_moves_no_more_than_the_two_phase_formula_allows():
 
 
 def test_block_counts_every_vector():
-    """Block of S = 4 over 8: embedding copied and read, its scores; merges of 3 and 5 vectors; the block's completion
-    by an add and a read, its weighted sums; the output read over 2 sources."""
+    """S = 4 over 8: o1 of the first block is the embedding; the merge that reads the finished block also writes it."""
     found = counted(Schedule.block(8, 4, one_pass_sources=0))
-    copied, scored, first = 2, 1, 2
-    merges = 3 + 5 + 5
-    completed, summed = 4, 2 + 4
-    output = 2 + 1 + 5
-    second = 2 + 3 + 5 + 5
-    assert found.vectors == copied + scored + first + merges + completed + summed + second + output
+    embedding = 2 + 1 + 2  # copied, scored, normed
+    first = 3 + 5 + 5 + 5
+    phase1 = 1 + 2 + 4
+    second = 3 + 5 + 5 + 5
+    assert found.vectors == embedding + first + phase1 + second

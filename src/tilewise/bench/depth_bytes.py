@@ -59,13 +59,6 @@ class _Counted:
         self._add(n * groups, 0, S * n + n)
         return self._run.scores(sources, q, eps, out=out)
 
-    def complete(self, update, prefix, q, eps, block=None, out=None):
-        T, d, S = *update.shape, len(q)
-        tiles = config.score_tiles(T, d, S, self._itemsize)
-        groups = config.cdiv(S, tiles["BS"])
-        self._add(2 + groups if tiles["GRAM"] == 1 else 2 * groups, 1, S + 1)
-        return self._run.complete(update, prefix, q, eps, block=block, out=out)
-
     def combine(self, sources, s, out=None, lse=None):
         T, d, n, S = *sources[0].shape, len(sources), len(s)
         tiles = config.combine_many(T, d, n, S, self._itemsize) or config.combine_tiles(T, d, n, S, self._itemsize)
@@ -78,20 +71,20 @@ class _Counted:
         self._add(given + (o1 is not None), 1 + (slot is not None), given + (o1 is not None))
         return self._run.read(o1, lse, sources, update, s, w, output_eps, slot=slot)
 
-    def phase2_fwd(self, update, prefix, o1, lse, q, w, eps, output_eps):
+    def phase2_fwd(self, update, prefix, o1, lse, q, w, eps, output_eps, new=None):
         both = update is not None and prefix is not None
         self._add(1 + (update is not None) + (prefix is not None), 1 + both, int(lse is not None))
-        return self._run.phase2_fwd(update, prefix, o1, lse, q, w, eps, output_eps)
+        return self._run.phase2_fwd(update, prefix, o1, lse, q, w, eps, output_eps, new=new)
 
-    def phase2_from_scores(self, update, prefix, sources, s, q, w, eps, output_eps):
+    def phase2_from_scores(self, update, prefix, sources, s, q, w, eps, output_eps, new=None):
         both, n = update is not None and prefix is not None, len(sources)
         self._add(n + (update is not None) + (prefix is not None), 1 + both, n)
-        return self._run.phase2_from_scores(update, prefix, sources, s, q, w, eps, output_eps)
+        return self._run.phase2_from_scores(update, prefix, sources, s, q, w, eps, output_eps, new=new)
 
-    def mix_fwd(self, sources, update, prefix, q, w, eps, output_eps):
+    def mix_fwd(self, sources, update, prefix, q, w, eps, output_eps, new=None):
         both = update is not None and prefix is not None
         self._add(len(sources) + (update is not None) + (prefix is not None), 1 + both)
-        return self._run.mix_fwd(sources, update, prefix, q, w, eps, output_eps)
+        return self._run.mix_fwd(sources, update, prefix, q, w, eps, output_eps, new=new)
 
 
 class _Copies(TorchDispatchMode):
@@ -104,7 +97,8 @@ class _Copies(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         place = kwargs.get("out", args[0] if args else None)
-        stored = torch.is_tensor(place) and place.untyped_storage().data_ptr() == self._bank.untyped_storage().data_ptr()
+        home = self._bank.untyped_storage().data_ptr()
+        stored = torch.is_tensor(place) and place.untyped_storage().data_ptr() == home
         if stored and func in (torch.ops.aten.copy_.default, torch.ops.aten.add.out):
             self._found.read += 1 + (func is torch.ops.aten.add.out)
             self._found.written += 1

@@ -87,8 +87,8 @@ def partials(v: Tensor) -> int:
     return 1
 
 
-def _add(update: Tensor | None, prefix: Tensor | None) -> Tensor | None:
-    return update if prefix is None else prefix if update is None else prefix + update
+def _add(update: Tensor | None, prefix: Tensor | None, new: Tensor | None = None) -> Tensor | None:
+    return update if prefix is None else prefix if update is None else torch.add(prefix, update, out=new)
 
 
 @_exact
@@ -100,9 +100,10 @@ def mix_fwd(
     w: Tensor | None,
     eps: float,
     output_eps: float,
+    new: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor]:
-    """(p, y) of the one-pass mix over the sources and, if there is one, p = prefix + update."""
-    p = _add(update, prefix)
+    """(p, y) of the one-pass mix over the sources and, if there is one, p = prefix + update, which `new` receives."""
+    p = _add(update, prefix, new)
     values = [*sources] if p is None else [*sources, p]
     s = torch.stack([_score(wide(v), q, eps)[0] for v in values])
     alpha = s.softmax(0)
@@ -213,9 +214,13 @@ def phase2_fwd(
     w: Tensor | None,
     eps: float,
     output_eps: float,
+    new: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor]:
-    """(p, y) of the merge; without update and prefix it is the block's first sublayer: y = norm(o1)."""
-    p, h = _add(update, prefix), wide(o1)
+    """(p, y) of the merge; without update and prefix it is the block's first sublayer: y = norm(o1).
+
+    A sum of both is written to `new`, if given.
+    """
+    p, h = _add(update, prefix, new), wide(o1)
     if p is not None:
         pi = torch.sigmoid(_score(wide(p), q, eps)[0] - lse)
         h = h + pi[:, None] * (wide(p) - h)
@@ -249,7 +254,7 @@ def phase2_bwd(
     return results
 
 
-def direct(T: int, n: int) -> bool:
+def direct(T: int, n: int, queries: int) -> bool:
     """Whether :func:`phase2_from_scores` over n sources beats phase 1 and :func:`phase2_fwd` for T tokens."""
     return False
 
@@ -263,10 +268,11 @@ def phase2_from_scores(
     w: Tensor | None,
     eps: float,
     output_eps: float,
+    new: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor]:
     """(p, y) of :func:`phase2_fwd` with o1 and lse from one query's scores s [n, T]; o1 is not stored."""
     o1, lse = combine(sources, s[None])
-    return phase2_fwd(update, prefix, o1[0], lse[0], q, w, eps, output_eps)
+    return phase2_fwd(update, prefix, o1[0], lse[0], q, w, eps, output_eps, new=new)
 
 
 def prepare(q: Tensor, dtype: torch.dtype) -> None:

@@ -99,7 +99,8 @@ def plan_memory(
     if schedule is None:
         return MemoryPlan(tokens, resident, blocks, blocks * resident * vector, 0, 0, shards, chunk)
     slots = schedule.sublayers if schedule.full else len(schedule.starts)
-    starts = [start for start in schedule.starts if not (schedule.visit(start).one_pass or schedule.full and not start)]
+    direct = [schedule.visit(start).one_pass or (schedule.full and start == 0) for start in schedule.starts]
+    starts = [start for start, alone in zip(schedule.starts, direct, strict=True) if not alone]
     queries = max((schedule.phase1_end(start) - start for start in starts), default=0)
     columns = schedule.max_sources if schedule.full else slots if queries else 0
     scores = (schedule.sublayers + 1) * columns

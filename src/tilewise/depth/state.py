@@ -21,17 +21,16 @@ class InferenceState:
 
     Residual streams of different tokens never meet, so nothing is kept from step to step: prefill runs in chunks of any
     size, decode with one or several tokens a sequence, all through the same bank. Addresses are fixed, so a step can be
-    captured in a CUDA graph. A source's scores against all later queries are taken when it is completed, while it is
-    in registers anyway, so that phase 1 reads the sources once.
+    captured in a CUDA graph. A source is scored once, against all later queries, so that phase 1 reads the sources
+    once.
 
     Args:
         schedule: the plan.
         reads: :meth:`tilewise.nn.AttnRes.reads` of the trained module; its queries are folded here, once.
         max_tokens: tokens of the largest step (batch included).
         device, dtype: of the stream; None means those of the queries.
-        overlap_tokens: in steps of at most this many tokens, a two-phase block's first sublayer is read in one pass and
-            phase 1 of the others runs beside it: on CUDA on a stream of its own. It costs one more read of the bank, so
-            it pays where launches are the cost (decode), not where bytes are (prefill). 0 turns it off.
+        overlap_tokens: in steps of at most this many tokens on CUDA, phase 1 of a block runs on a stream of its own,
+            beside the block's first sublayer, whose input does not need it. 0 turns it off.
 
     Attributes:
         bank: slots b_0, b_1, .. ; the last block stays the running prefix and needs none.
@@ -79,7 +78,7 @@ class InferenceState:
         # The same tensors every step: the kernels remember what they derive from a query.
         self.later = {start: folded[start:] for start in range(schedule.sublayers + 1)}
         visits = [schedule.visit(l) for l in range(schedule.sublayers)]
-        two_phase = [v.sublayer for v in visits if not (v.one_pass or schedule.full and v.start == 0)]
+        two_phase = [v.sublayer for v in visits if not (v.one_pass or (schedule.full and v.start == 0))]
         rows = max((schedule.phase1_end(l) - l for l in two_phase), default=0)
         self.o1 = torch.zeros(rows * max_tokens * d, device=device, dtype=dtype)
         self.lse = torch.zeros(rows * max_tokens, device=device, dtype=statistics)
@@ -171,21 +170,18 @@ class InferenceStream:
         norm_weight = functional.chosen_norm(self._norms, sublayer, norm_weight)
         self._check_weight(norm_weight)
         self.position += 1
-        visit = self._owner.schedule.visit(sublayer)
         if sublayer == 0:
             y = self._first(self._slot(0), norm_weight)
         elif self._owner.schedule.full:
-            y = self._full(visit, norm_weight)
-        elif visit.one_pass:
-            y = self._one_pass(sublayer, visit.first, visit.sources, norm_weight)
+            y = self._full(self._owner.schedule.visit(sublayer), norm_weight)
         else:
-            y = self._two_phase(sublayer, visit.first, visit.sources, norm_weight)
+            y = self._block(sublayer, norm_weight)
         self._update = None
         return y.view(self._shape)
 
     @torch.no_grad()
     def write(self, sublayer: int, update: Tensor) -> None:
-        """Output of sublayer l, without any residual added. Kept until the block's next sublayer is read.
+        """Output of sublayer l, without any residual added. Kept until the next sublayer is read.
 
         Raises:
             ValueError: l is not the sublayer read last, a later step has begun, or the shape differs.
@@ -204,16 +200,11 @@ class InferenceStream:
         """
         self._check("output()", self.position == self._owner.schedule.sublayers and self._update is not None)
         self._check_weight(norm_weight)
-        owner, n, row = self._owner, self._owner.bank.shape[0], len(self._owner.q) - 1
-        if owner.schedule.full:
-            self._keep(row)
-            return self._read(row, None, range(n), None, norm_weight).view(self._shape)
-        if self._scored < n:
-            return self._mix(self._slots(n), self._update, self._prefix, row, norm_weight)[1].view(self._shape)
-        if n > 1 and not owner.run.direct(self._tokens, n):
-            self._rows = range(row, row + 1)
-            self._combine(self._rows, n, None)
-        return self._merge(row, n, norm_weight, False).view(self._shape)
+        owner, row = self._owner, len(self._owner.q) - 1
+        if not owner.schedule.full:
+            return self._block(row, norm_weight).view(self._shape)
+        self._keep(row)
+        return self._read(row, None, range(row), None, norm_weight).view(self._shape)
 
     def _slot(self, number: int) -> Tensor:
         return self._owner.bank[number, : self._tokens]
@@ -225,66 +216,69 @@ class InferenceStream:
         eps = self._owner.reads.output_eps
         return self._owner.run.phase2_fwd(None, None, o1, None, None, weight, eps, eps)[1]
 
-    def _mix(self, sources: list[Tensor], update: Tensor | None, prefix: Tensor | None, row: int, weight):
+    def _block(self, l: int, weight: Tensor | None) -> Tensor:
+        """Read l over the sources of the block that l - 1 belongs to, and that block's sum up to l - 1.
+
+        For the first sublayer of the next block, and for the output, that sum is the finished block, which the same
+        kernel writes into its slot. So a block's phase 1 serves its sublayers but the first, and the one that follows.
+        """
         owner = self._owner
-        return owner.run.mix_fwd(sources, update, prefix, owner.q[row], weight, owner.reads.eps, owner.reads.output_eps)
-
-    def _complete(self, number: int) -> None:
-        """The finished block becomes source `number`."""
-        if self._prefix is None:
-            self._slot(number).copy_(self._update)
+        block = owner.schedule.visit(l - 1)
+        closes = l == block.end < owner.schedule.sublayers
+        new = self._slot(block.sources) if closes else None
+        if closes and self._prefix is None:
+            new.copy_(self._update)
+        if block.one_pass:
+            own, end = (self._update, self._prefix), (owner.q[l], weight, owner.reads.eps, owner.reads.output_eps)
+            self._prefix, y = owner.run.mix_fwd(self._slots(block.sources), *own, *end, new=new)
         else:
-            torch.add(self._prefix, self._update, out=self._slot(number))
-        self._prefix = None
-
-    def _one_pass(self, l: int, first: bool, sources: int, weight: Tensor | None) -> Tensor:
-        if first:
-            self._complete(sources - 1)
-            return self._mix(self._slots(sources), None, None, l, weight)[1]
-        self._prefix, y = self._mix(self._slots(sources), self._update, self._prefix, l, weight)
+            y = self._two_phase(l, block, new, weight)
+        if closes:
+            self._prefix = None
+            self._ahead(l)
         return y
 
-    def _two_phase(self, l: int, first: bool, n: int, weight: Tensor | None) -> Tensor:
-        owner, reads = self._owner, self._owner.reads
-        if first:
-            self._score(n - 1, l)
-            if self._prefix is None:
-                self._complete(n - 1)
-            else:
-                out = owner.scores[l:, n - 1, : self._tokens]
-                block = self._slot(n - 1)
-                owner.run.complete(self._update, self._prefix, owner.later[l], reads.eps, block=block, out=out)
-                self._prefix, self._scored = None, n
-        if n == 1 or owner.run.direct(self._tokens, n):
-            self._score(n, l)
-            return self._merge(l, n, weight, first)
-        if l not in self._rows:
-            self._score(n, l)
-            self._rows = range(l, owner.schedule.phase1_end(l))
-            if first and len(self._rows) > 1 and self._tokens <= owner.overlap_tokens:
-                self._combine(self._rows[1:], n, owner.side)
-                return self._mix(self._slots(n), None, None, l, weight)[1]
-            self._combine(self._rows, n, None)
-        elif self._pending is not None:
-            torch.cuda.current_stream().wait_event(self._pending)
-            self._pending = None
-        return self._merge(l, n, weight, first)
-
-    def _merge(self, l: int, n: int, weight: Tensor | None, first: bool) -> Tensor:
+    def _two_phase(self, l: int, block: Visit, new: Tensor | None, weight: Tensor | None) -> Tensor:
         """Read l from what phase 1 left or, where that is cheaper, from its n sources and their scores."""
-        owner, reads = self._owner, self._owner.reads
-        own = (None, None) if first else (self._update, self._prefix)
-        if owner.run.direct(self._tokens, n):
-            scores = owner.scores[l, :n, : self._tokens]
-            phase1, merge = (self._slots(n), scores), owner.run.phase2_from_scores
+        owner, reads, n = self._owner, self._owner.reads, block.sources
+        queries = min(block.end + 1 - l, owner.schedule.max_queries or block.end)
+        if owner.run.direct(self._tokens, n, queries if l not in self._rows else 0):
+            self._score(n, l)
+            phase1, merge = (self._slots(n), owner.scores[l, :n, : self._tokens]), owner.run.phase2_from_scores
         elif n == 1:
             # The softmax over one source is 1: o1 is the source, lse its score.
+            self._score(n, l)
             phase1, merge = (self._slot(0), owner.scores[l, 0, : self._tokens]), owner.run.phase2_fwd
         else:
+            if l not in self._rows:
+                self._phase1(range(l, l + queries), n)
+            elif self._pending is not None:
+                torch.cuda.current_stream().wait_event(self._pending)
+                self._pending = None
             o1, lse = self._buffers(range(l, l + 1))
             phase1, merge = (o1[0], lse[0]), owner.run.phase2_fwd
-        self._prefix, y = merge(*own, *phase1, owner.q[l], weight, reads.eps, reads.output_eps)
+        own = self._update, self._prefix
+        self._prefix, y = merge(*own, *phase1, owner.q[l], weight, reads.eps, reads.output_eps, new=new)
         return y
+
+    def _phase1(self, rows: range, n: int) -> None:
+        self._score(n, rows.start)
+        self._rows = rows
+        self._combine(n)
+
+    def _ahead(self, l: int) -> None:
+        """In small steps, phase 1 of the block that begins with l on a stream of its own, beside sublayer l."""
+        owner = self._owner
+        block, max_queries = owner.schedule.visit(l), owner.schedule.max_queries
+        queries = min(block.end - l, max_queries or block.end)
+        skip = self._tokens > owner.overlap_tokens or block.one_pass
+        if skip or owner.side is None or owner.run.direct(self._tokens, block.sources, queries):
+            return
+        # Waiting for the main stream also keeps o1's last reader ahead of the new writes.
+        owner.side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(owner.side):
+            self._phase1(range(l + 1, l + 1 + queries), block.sources)
+        self._pending = owner.side.record_event()
 
     def _score(self, count: int, l: int) -> None:
         """The scores of sources below `count` against sublayers from l on, as far as they are not known yet."""
@@ -301,17 +295,11 @@ class InferenceStream:
         o1 = owner.o1[start * T * d : (start + len(rows)) * T * d].view(len(rows), T, d)
         return o1, owner.lse[start * T : (start + len(rows)) * T].view(len(rows), T)
 
-    def _combine(self, rows: range, n: int, side: torch.cuda.Stream | None) -> None:
-        owner, (o1, lse) = self._owner, self._buffers(rows)
-        scores = owner.scores[rows.start : rows.stop, :n, : self._tokens]
-        if side is None:
-            owner.run.combine(self._slots(n), scores, out=o1, lse=lse)
-            return
-        # Waiting for the main stream also keeps o1's last readers, of the block before, ahead of the new writes.
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            owner.run.combine(self._slots(n), scores, out=o1, lse=lse)
-        self._pending = side.record_event()
+    def _combine(self, n: int) -> None:
+        """Phase 1 of the present rows over n sources, from their scores."""
+        owner, (o1, lse) = self._owner, self._buffers(self._rows)
+        scores = owner.scores[self._rows.start : self._rows.stop, :n, : self._tokens]
+        owner.run.combine(self._slots(n), scores, out=o1, lse=lse)
 
     def _full(self, visit: Visit, weight: Tensor | None) -> Tensor:
         """Full: the update is scored against all later queries, then one kernel a row reads what the sublayer mixes."""
@@ -322,7 +310,7 @@ class InferenceStream:
         if visit.first:
             owner.store(l, self._update)
             self._rows = range(l, visit.end)
-            self._combine(self._rows, l + 1, None)
+            self._combine(l + 1)
             return self._first(self._buffers(range(l, l + 1))[0][0], weight)
         return self._read(l, range(l, l + 1), range(visit.start + 1, l), self._slot(l), weight)
 

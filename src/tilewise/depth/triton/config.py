@@ -16,6 +16,7 @@ __all__ = [
     "one_reduction",
     "read",
     "score_tiles",
+    "sources_warps",
 ]
 
 SMS = 132
@@ -52,6 +53,11 @@ def merge_warps(T: int, d: int) -> int:
     if few(T):
         return min(max(block // 1024, 1), 16)
     return min(max(block // 2048, 1), 16) if block > 2048 else 4
+
+
+def sources_warps(T: int, d: int) -> int:
+    """Of a merge that sums its sources itself: with half the warps 8 sources take 205 registers, so 126."""
+    return max(merge_warps(T, d), min(row_block(d) // 1024, 8))
 
 
 def one_reduction(T: int, size: int) -> bool:

@@ -122,15 +122,18 @@ def _mix(sources, update, prefix, new, block, q, w, eps, output_eps) -> Tensor:
     return y
 
 
-def mix_fwd(sources, update, prefix, q, w, eps, output_eps):
+def mix_fwd(sources, update, prefix, q, w, eps, output_eps, new=None):
     """See :func:`tilewise.depth.eager.mix_fwd`."""
-    new = torch.empty(update.shape, dtype=update.dtype, device=update.device) if _both(update, prefix) else None
+    new = _sum(update, prefix, new)
     y = _mix(sources, update, prefix, new, None, q, w, eps, output_eps)
     return (update if prefix is None else prefix if update is None else new), y
 
 
-def _both(update: Tensor | None, prefix: Tensor | None) -> bool:
-    return update is not None and prefix is not None
+def _sum(update: Tensor | None, prefix: Tensor | None, new: Tensor | None) -> Tensor | None:
+    """Where prefix + update goes: None if one of them is absent."""
+    if update is None or prefix is None:
+        return None
+    return torch.empty(update.shape, dtype=update.dtype, device=update.device) if new is None else new
 
 
 def serve_(prefix, delta, blocks, q, w, num_blocks, block_write_idx, eps, output_eps):
@@ -190,12 +193,12 @@ def mix_bwd(dy, dp, sources, p, q, w, eps, output_eps, into=None, fresh=False):
     return (grads if into is None else []), dprefix, dq, dw
 
 
-def phase2_fwd(update, prefix, o1, lse, q, w, eps, output_eps):
+def phase2_fwd(update, prefix, o1, lse, q, w, eps, output_eps, new=None):
     """See :func:`tilewise.depth.eager.phase2_fwd`."""
     T, d = o1.shape
     o1, update, prefix = (None if x is None else x.contiguous() for x in (o1, update, prefix))
     y = torch.empty((T, d), dtype=o1.dtype, device=o1.device)
-    new = torch.empty((T, d), dtype=o1.dtype, device=o1.device) if _both(update, prefix) else None
+    new = _sum(update, prefix, new)
     if T:
         merge_fwd_kernel[(T,)](
             y if update is None else update,
@@ -219,19 +222,22 @@ def phase2_fwd(update, prefix, o1, lse, q, w, eps, output_eps):
     return (update if prefix is None else new), y
 
 
-def direct(T: int, n: int) -> bool:
-    """Whether :func:`phase2_from_scores` over n sources beats phase 1 and :func:`phase2_fwd` for T tokens."""
-    return config.few(T) and 1 <= n <= config.DIRECT
+def direct(T: int, n: int, queries: int) -> bool:
+    """Whether :func:`phase2_from_scores` over n sources beats phase 1 and :func:`phase2_fwd` for T tokens.
+
+    `queries` that would share the phase 1: 1 never pays for one; 0 if it is there already.
+    """
+    return 1 <= n <= (config.UNROLLED if queries == 1 else config.DIRECT if config.few(T) else 0)
 
 
-def phase2_from_scores(update, prefix, sources, s, q, w, eps, output_eps):
+def phase2_from_scores(update, prefix, sources, s, q, w, eps, output_eps, new=None):
     """See :func:`tilewise.depth.eager.phase2_from_scores`; at most `config.UNROLLED` sources."""
     like, (T, d) = sources[0], sources[0].shape
     update, prefix = (None if x is None else x.contiguous() for x in (update, prefix))
     sources, stride8 = named(sources)
     s = s if T == 1 or s.stride(1) == 1 else s.contiguous()
     y = torch.empty((T, d), dtype=like.dtype, device=like.device)
-    new = torch.empty((T, d), dtype=like.dtype, device=like.device) if _both(update, prefix) else None
+    new = _sum(update, prefix, new)
     if T:
         merge_sources_kernel[(T,)](
             tuple(sources),
@@ -252,7 +258,7 @@ def phase2_from_scores(update, prefix, sources, s, q, w, eps, output_eps):
             ONE_REDUCTION=config.one_reduction(T, like.element_size()),
             D=d,
             BD=config.row_block(d),
-            num_warps=config.merge_warps(T, d),
+            num_warps=config.sources_warps(T, d),
         )
     return (update if prefix is None else new), y
 
