@@ -19,7 +19,7 @@ def counted(schedule):
 
 
 def test_full_moves_no_more_than_the_two_phase_formula_allows():
-    """128 sublayers: 2,135 vectors where the operators' count is 1,972; the paper's, keys and values apart, is 2,901."""
+    """128 sublayers: 2,135 vectors where the operators' count is 1,972, the paper's (keys and values apart) 2,901."""
     schedule = Schedule.full_attention(128)
     found = counted(schedule)
     assert found.vectors == 2135
