@@ -26,7 +26,7 @@ from tilewise import Mask, rows  # noqa: E402
 from tilewise.call import Call  # noqa: E402
 from tilewise.terms import Port  # noqa: E402
 from tilewise.testing import error_budget  # noqa: E402
-from tilewise.triton import band, linear_backward, linear_gradients, plan  # noqa: E402
+from tilewise.triton import band, band_keys, band_queries, linear_backward, plan  # noqa: E402
 from tilewise.triton.config import Limits  # noqa: E402
 from tilewise.triton.launch import launcher  # noqa: E402
 
@@ -89,8 +89,32 @@ GRADIENTS = {
     "gradients-long-queries": lambda: txl(200, 70),
     "gradients-shares": lambda: txl(200, B=2, H=2),
     "gradients-bf16": lambda: txl(130, dtype=BRAIN),
-    "gradients-wide": lambda: txl(130, d=128),
     "gradients-parameters": lambda: txl(100, parameters=torch.float32),
+    "query-gradients": lambda: call_of(["query"], CLIPPED, 390, H=2),
+    "query-gradients-shared": lambda: call_of(["query"], rows.clipped(-9, 20, descending=True), 330, H=2, shared=True),
+    "query-gradients-causal": lambda: call_of(["query"], CLIPPED, 390, mask=Mask.causal()),
+    "query-gradients-window": lambda: call_of(["query"], rows.clipped(-40, 40), 330, mask=Mask.window(150, 20)),
+    "query-gradients-lengths": lambda: call_of(
+        ["query"], rows.clipped(-9, 9), 200, B=2, mask=Mask.lengths(torch.tensor([130, 0]))
+    ),
+    "query-gradients-heads": lambda: call_of(["query"], rows.clipped(-9, 9), 300, H=4, Hk=2),
+    "query-gradients-cross": lambda: call_of(["query"], rows.clipped(-9, 9), 70, 300, H=2, Hk=1),
+    "query-gradients-long-queries": lambda: call_of(["query"], rows.clipped(-9, 9), 300, 70),
+    "query-gradients-bf16": lambda: call_of(["query"], rows.clipped(-9, 9), 260, dtype=BRAIN),
+    "query-gradients-short": lambda: call_of(["query"], CLIPPED, 130, B=2),
+    "query-gradients-none": lambda: call_of(["query"], rows.windowed(-3, 2), 200),
+    "both-gradients": lambda: call_of(["query", "key"], BUCKETS, 330),
+    "both-gradients-backwards": lambda: call_of(["key", "query"], CLIPPED, 290, H=2, shared=True),
+    "both-gradients-causal": lambda: call_of(["query", "key"], BUCKETS, 330, mask=Mask.causal()),
+    "both-gradients-window": lambda: call_of(["query", "key"], rows.clipped(-40, 40), 330, mask=Mask.window(150, 20)),
+    "both-gradients-lengths": lambda: call_of(
+        ["query", "key"], BUCKETS, 200, B=2, mask=Mask.lengths(torch.tensor([130, 0]))
+    ),
+    "both-gradients-heads": lambda: call_of(["query", "key"], rows.clipped(-9, 9), 200, H=4, Hk=2),
+    "both-gradients-cross": lambda: call_of(["query", "key"], BUCKETS, 70, 300, H=2, Hk=1),
+    "both-gradients-bf16": lambda: call_of(["query", "key"], BUCKETS, 200, dtype=BRAIN),
+    "both-gradients-short": lambda: call_of(["query", "key"], BUCKETS, 70, B=2),
+    "both-gradients-shares": lambda: call_of(["query", "key"], rows.clipped(-9, 9), 200, B=2, H=2),
 }
 
 
@@ -104,11 +128,11 @@ BROKEN = {
     "rows": ("both", band.attend_band, "row_c - (u + 2) * _T", "row_c - (u + 1) * _T"),
     "slot": ("both", band.attend_band, "later = u + STAGES - 1", "later = u + STAGES"),
     "edge": ("query", band.attend_band, "end_a if side == 0 else end_b", "end_b if side == 0 else end_a"),
-    "order": ("gradients", linear_gradients.query_pass, "unskew(before, now)", "unskew(now, before)"),
-    "early": ("gradients", linear_gradients.query_pass, "(t + 2) % 3", "t % 3"),
-    "staged": ("gradients", linear_gradients.query_pass, "        tma.store_wait(0)\n        #", "        #"),
-    "heads": ("gradients-heads", linear_gradients.key_pass, "e = u + head", "e = u"),
-    "turned": ("gradients", linear_gradients.key_pass, "skew(low, high)", "skew(high, low)"),
+    "order": ("gradients", band_queries.query_pass, "unskew(before, now)", "unskew(now, before)"),
+    "early": ("gradients", band_queries.query_pass, "(u + 2) % 3", "u % 3"),
+    "staged": ("gradients", band_queries.query_pass, "        tma.store_wait(0)\n        #", "        #"),
+    "heads": ("gradients-heads", band_keys.key_pass, "e0 = n * (band + 1)", "e0 = n * band"),
+    "turned": ("gradients", band_keys.key_pass, "skew(low, high)", "skew(high, low)"),
 }
 """Kernels with one mistake each, and a job that must miss or stop."""
 
@@ -143,6 +167,8 @@ def missed(name: str) -> list[str]:
     lse = torch.full((B, H, Tq), float("nan"))
     layout = plan.Layout(call)
     reasons = band.unsuited(layout)
+    if name in GRADIENTS:
+        reasons += linear_backward.unsuited(layout)
     if reasons:
         return reasons
     band.forward(layout, o, lse)
@@ -152,9 +178,9 @@ def missed(name: str) -> list[str]:
     budgets = [error_budget("o", o, low_o, exact_o),
                error_budget("lse", flat(lse).to(to), flat(low_lse).to(to), flat(exact_lse))]  # fmt: skip
     if name in GRADIENTS:
-        if name == "gradients-shares":
-            # Five of sixteen query blocks at a time.
-            linear_backward.BUDGET = 5 * 64 * 64 * 5 * 2
+        if name.endswith("-shares"):
+            # Five of sixteen row blocks at a time.
+            linear_backward.BUDGET = 5 * 64 * 64 * (5 if name == "gradients-shares" else 4) * 2
         leaves = [call.q, call.k, call.v, *call.tensors]
         grads = [torch.full_like(x, float("nan")) for x in leaves]
         linear_backward.backward(call, do, dlse, o, lse, [True] * len(leaves), grads)

@@ -1,28 +1,29 @@
-"""Backward of an identity-mapped query term on Hopper, on the host; and the table's gradient from tiles of dG.
+"""Backward of query and key terms on Hopper in linear memory, on the host: two passes, and the tables' gradients.
 
-The table's gradient sums diagonals of dS, which neither pass owns. Forming it in a third pass over the tiles costs
+A table's gradient sums diagonals of dS, which neither pass owns. Forming it in a third pass over the tiles costs
 five products for each tile of dG (a program that owns two tiles of offsets meets three tiles of scores: 1.5 S, 1.5 dP,
 one G, one dGᵀ·left) and three skews: by the products' measured rate above 2 ms on an H200 at 8,192 tokens of 16,384 and
-12 heads. Writing dG once and reading it once moves 2 · 8 KiB a tile, 6.4 GB; the write hides behind products, the read
-takes about 1.1 ms. So dG is stored, of as many query blocks at once as fit :data:`BUDGET`; each launch of the pass is
-followed by one that adds what it stored to the table's rows, in a fixed order. Memory stays linear in the length.
+12 heads. Writing dG once and reading it once moves 2 · 8 KiB a tile, 6.4 GB for a map without ends; the write hides
+behind products, the read takes about 1.1 ms. So dG is stored, of as many row blocks at once as fit :data:`BUDGET`; each
+launch of a pass is followed by one that adds what it stored to the offsets' sums (:mod:`.band_tables`).
 """
 
 from __future__ import annotations
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ..call import Call
+from .band_keys import key_pass
+from .band_queries import query_pass
+from .band_tables import Diagonals
 from .hopper import dtype_of, expanded, misfits, rows_layout, tiles_of
 from .launch import cdiv, launch
-from .linear_gradients import key_pass, query_pass
 from .plan import Layout, Source
 from .skew import TILE
+from .terms import Skewed, skewed_band, skewed_edge
 
 __all__ = ["backward", "unsuited"]
 
@@ -30,157 +31,177 @@ BUDGET = 320 << 20
 """Bytes of dG at once: at 8,192 keys, as many query blocks as an H200 runs (two on each of 132 SMs) need 272 MiB."""
 
 WAVE = 264
-"""Query blocks that run at once; a launch takes a multiple where it can."""
-
-
-@triton.jit(do_not_specialize=["f0", "f1", "B", "blocks", "tiles", "Tq", "batch"])
-def collect_tiles(dg, left, out, ranges, sl, f0, f1, B, blocks, tiles, Tq, batch, D: tl.constexpr,
-                  T: tl.constexpr, RANGED: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
-    """out[h, m] += Σ over this launch's batches and query blocks of dGᵀ·left: program (table tile m, head of f0 on).
-
-    Query block n meets table tile m in its tile m − blocks + n + 1 of dG. A head's first launch sets instead of adding.
-    """
-    # Computed here, where it shows that it is a multiple of 64: rows are read 16 bytes at a time.
-    pitch = (tiles + 1) * T
-    m = tl.program_id(0)
-    h = f0 // (blocks * B) + tl.program_id(1)
-    start = h * B * blocks
-    a = tl.maximum(f0, start)
-    e = tl.minimum(f1, start + B * blocks)
-    cc = tl.arange(0, T)
-    d = tl.arange(0, D)
-    to = out + tl.cast(h * tl.num_programs(0) + m, tl.int64) * (T * D) + cc[:, None] * D + d[None, :]
-    total = tl.load(to, mask=(cc[:, None] >= 0) & (a > start), other=0.0)
-    n0 = tl.maximum(blocks - m - 1, 0)
-    count = tl.maximum(tl.minimum(blocks, tiles + blocks - m) - n0, 0)
-    b0 = (a - start) // blocks
-    b1 = (e - start + blocks - 1) // blocks
-    for turn in tl.range(0, (b1 - b0) * count, num_stages=STAGES):
-        b = b0 + turn // count
-        n = n0 + turn % count
-        f = start + b * blocks + n
-        tile = m - blocks + n + 1
-        valid = (f >= a) & (f < e)
-        if RANGED:
-            at = ranges + b * batch + n * 4
-            lo = tl.load(at) // T
-            valid = valid & (tile >= lo) & (tile <= (tl.load(at + 1) + T - 1) // T)
-        r = n * T + cc
-        at_g = dg + tl.cast(f - f0, tl.int64) * T * pitch + cc[:, None] * pitch + tile * T + cc[None, :]
-        ds = tl.load(at_g, mask=(cc[:, None] >= 0) & valid, other=0.0)
-        at_l = left + tl.cast(b, tl.int64) * sl[0] + tl.cast(h, tl.int64) * sl[1] + r.to(tl.int64)[:, None] * sl[2]
-        rows = tl.load(at_l + d[None, :], mask=(r[:, None] < Tq) & valid, other=0.0)
-        total = tl.dot(tl.trans(ds), rows, total, input_precision="ieee")
-    tl.store(to, total)
-
-
-@triton.jit(do_not_specialize=["tau", "heads", "R", "count", "zero", "step"])
-def spread(partial, grad, tau, heads, R, count, zero, step, sh, sr, sd, D: tl.constexpr, N: tl.constexpr):
-    """grad[h, r] = τ · partial[h, zero + step·r], 0 where there is none; `heads` heads are summed, in order."""
-    r = tl.program_id(0) * N + tl.arange(0, N)
-    h = tl.program_id(1)
-    d = tl.arange(0, D)
-    at = zero + step * r
-    inside = ((r < R) & (at >= 0) & (at < count))[:, None]
-    total = tl.zeros([N, D], tl.float32)
-    for n in range(heads):
-        place = (tl.cast(h * heads + n, tl.int64) * count + at)[:, None] * D + d[None, :]
-        total += tl.load(partial + place, mask=inside, other=0.0)
-    to = grad + tl.cast(h, tl.int64) * sh + r.to(tl.int64)[:, None] * sr + d[None, :] * sd
-    tl.store(to, (total * tau).to(grad.dtype.element_ty), mask=(r < R)[:, None] & (d[None, :] >= 0))
+"""Row blocks that run at once; a launch takes a multiple where it can."""
 
 
 def unsuited(L: Layout) -> list[str]:
     """Why the call must take the portable kernels; empty where these run it."""
-    if len(L.ports) != 1 or L.ports[0].kind != "query" or L.ports[0].rows.kind != "identity":
-        return ["the terms are not one identity-mapped OnQuery"]
+    if sorted(p.kind for p in L.ports) not in (["query"], ["key", "query"]):
+        return ["the terms are not one OnQuery, or one OnQuery and one OnKey"]
+    reasons = misfits(L)
+    if L.sides and any(p.left is not None for p in L.ports):
+        reasons.append("a left factor of its own meets saturated tiles")
     # At 128 the pass over queries needs more registers than there are.
-    return misfits(L) + ([f"the width is {L.d}; it takes 64"] if L.d != 64 else [])
+    return reasons + ([f"the width is {L.d}; it takes 64"] if L.d != 64 else [])
 
 
 def backward(
     call: Call, do: Tensor, dlse: Tensor | None, o: Tensor, lse: Tensor, need: list[bool], grads: list[Tensor]
 ) -> None:
     """Write the gradients that `need` asks for, of a call that :func:`unsuited` has nothing against."""
-    from .passes import prepare_rows
+    if any(need):
+        _Backward(call, do, dlse, o, lse, need, grads).run()
 
-    if not any(need):
-        return
-    L = Layout(call)
-    port, left = L.ports[0], L.lefts[0]
-    g = Source(do)
-    if not g.describable:
-        g = Source(do.clone(memory_format=torch.contiguous_format))
-    own = port.left is None
-    stats = torch.empty(4, L.B * L.H, -(-L.Tq // 128) * 128, dtype=torch.float32, device=L.device)
-    prepare_rows(L, L.q, L.k, L.v, (g, Source(o), lse, dlse, stats), (), (), ())
-    table, origin = expanded(L, 0, True)
-    q, w, k, v, p, dout = (tiles_of(x) for x in (L.q, left, L.k, L.v, table, g))
 
-    def room(position: int, like: Tensor) -> tuple[Tensor, Tensor | None]:
+class _Backward:
+    """One backward call: what its launches share."""
+
+    def __init__(self, call, do, dlse, o, lse, need, grads):
+        self.L = L = Layout(call)
+        self.need, self.grads = need, grads
+        self.query = next(n for n, p in enumerate(L.ports) if p.kind == "query")
+        self.key = next((n for n, p in enumerate(L.ports) if p.kind == "key"), None)
+        self.own = L.ports[self.query].left is None
+        # Where a port's tensors are among the gradients.
+        places = [3 + sum(len(p.tensors) for p in L.ports[:n]) for n in range(len(L.ports))]
+        self.table = {n: grads[at] for n, at in enumerate(places) if need[at]}
+        self.left = None if self.own else places[self.query] + 1
+        g = Source(do)
+        if not g.describable:
+            g = Source(do.clone(memory_format=torch.contiguous_format))
+        self.stats = torch.empty(4, L.B * L.H, -(-L.Tq // 128) * 128, dtype=torch.float32, device=L.device)
+        x = self._prepare(g, o, lse, dlse)
+        table, self.origin_a = expanded(L, self.query, True)
+        a, self.heads_a = tiles_of(table), table.shape[0]
+        c_rows, self.origin_c, self.heads_c = a, 0, 0
+        if self.key is not None:
+            table, self.origin_c = expanded(L, self.key, False)
+            c_rows, self.heads_c = tiles_of(table), table.shape[0]
+        q = tiles_of(L.q)
+        left = q if self.own else tiles_of(L.lefts[self.query])
+        self.tensors = q, left, tiles_of(x), tiles_of(L.k), tiles_of(L.v), a, c_rows, tiles_of(g)
+        self.square = gl.NVMMASharedLayout.get_default_for([TILE, TILE], dtype_of(L.dtype))
+        self.memory = None
+
+    def _prepare(self, g: Source, o: Tensor, lse: Tensor, dlse: Tensor | None) -> Source:
+        """Δ, the three lse of each row, and the queries shifted by C's end rows, which are returned."""
+        from .passes import prepare_rows, shifted
+
+        L, n = self.L, self.query
+        tables = L.shifting("key")
+        x = shifted(L, L.q, bool(tables))
+        functions, terms = (), ()
+        if L.sides and max(L.ends[n]) >= 0:
+            left = L.lefts[n]
+            term = Skewed(L.anchor, 0, 0, 0, 0, L.edge(n), left.x, *left.strides, L.c, gl.constexpr(L.d),
+                          gl.constexpr(L.d), gl.constexpr(False))  # fmt: skip
+            functions, terms = ((skewed_band, skewed_edge),), (term,)
+        prepare_rows(L, x, None, L.v, (g, Source(o), lse, dlse, self.stats), tables, (), (), functions, terms)
+        self.shifted = bool(tables)
+        return x
+
+    def run(self) -> None:
+        L = self.L
+        from_keys = self.key is not None and self.key in self.table
+        if self.need[1] or self.need[2] or from_keys:
+            self._keys()
+        parts = None
+        if self.need[0] or (self.left and self.need[self.left]) or self.query in self.table or (from_keys and L.sides):
+            parts = self._queries()
+        if from_keys:
+            self.diagonals_c.finish(self.sums_c, None if parts is None else parts[:, :, 1], self.table[self.key])
+
+    def _room(self, position: int | None, like: Tensor) -> tuple[Tensor, Tensor | None]:
         """(what a kernel writes, what it must be copied to): descriptors need q's dtype and strides of 16 bytes."""
-        grad = grads[position] if need[position] else None
-        if grad is not None and grad.dtype == L.dtype and Source(grad).x is grad and Source(grad).describable:
+        grad = self.grads[position] if self.need[position] else None
+        if grad is not None and grad.dtype == self.L.dtype and Source(grad).x is grad and Source(grad).describable:
             return grad, None
-        return torch.empty(like.shape, dtype=L.dtype, device=L.device), grad
+        return torch.empty(like.shape, dtype=self.L.dtype, device=self.L.device), grad
 
-    places = {0: room(0, call.q), 1: room(1, call.k), 2: room(2, call.v)}
-    if not own:
-        places[4] = room(4, port.left)
-    to = {n: tiles_of(Source(x)) for n, (x, _) in places.items()}
-    shared = dict(
-        D=L.d, DTYPE=dtype_of(L.dtype), OWN=own, RANGED=L.mask.ranged, MASKED=L.masked(TILE) or L.mask.elementwise,
-        ROWS=rows_layout(L.d, L.dtype), num_warps=4,
-    )  # fmt: skip
-    sizes = (L.G, table.shape[0], L.Tq, L.Tk, stats.shape[2], call.offset, origin, L.mask.left, L.mask.right,
-             L.mask.batch)  # fmt: skip
-    if need[1] or need[2]:
-        launch(
-            key_pass, (cdiv(L.Tk, TILE) * L.B * L.Hk,), q, w, k, v, p, dout, to[1], to[2], stats, L.mask.rule,
-            L.mask.keys, L.c, call.scale, L.B, L.H, L.Hk, *sizes, SHARED=L.G > 1, **shared,
+    def _meta(self) -> dict:
+        L = self.L
+        return dict(
+            D=L.d, DTYPE=dtype_of(L.dtype), OWN=self.own, KEY=self.key is not None, SIDES=L.sides,
+            SHIFTED=self.shifted, RANGED=L.mask.ranged, MASKED=L.masked(TILE) or L.mask.elementwise,
+            # With three stages two programs of both terms would not fit an SM.
+            STAGES=3 if self.own and self.key is None else 2, ROWS=rows_layout(L.d, L.dtype), SQUARE=self.square,
+            num_warps=4,
         )  # fmt: skip
-    if need[0] or any(need[3:]):
-        _queries(L, (q, w, k, v, p, dout, to[0], to[0 if own else 4]), stats, shared, sizes, origin,
-                 grads[3] if need[3] else None)  # fmt: skip
-    for written, grad in places.values():
-        if grad is not None:
-            grad.copy_(written)
 
+    def _sizes(self, base: int):
+        L = self.L
+        return (self.heads_a, self.heads_c, L.Tq, L.Tk, self.stats.shape[2], L.call.offset, L.lo, L.hi, self.origin_a,
+                self.origin_c, base, L.mask.left, L.mask.right, L.mask.batch)  # fmt: skip
 
-def _queries(L: Layout, tensors, stats, shared, sizes, origin: int, grad: Tensor | None) -> None:
-    """The pass over queries, a share of the blocks at a time, each followed by its part of the table's gradient."""
-    left = L.lefts[0]
-    blocks, tiles = cdiv(L.Tq, TILE), cdiv(L.Tk, TILE)
-    pitch = (tiles + 1) * TILE
-    total = L.H * L.B * blocks
-    share = min(total, max(1, BUDGET // (TILE * pitch * L.bytes)))
-    share = share // WAVE * WAVE if share > WAVE else share
-    dg = torch.empty(share * TILE, pitch, dtype=L.dtype, device=L.device)
-    square = gl.NVMMASharedLayout.get_default_for([TILE, TILE], dtype_of(L.dtype))
-    described = TensorDescriptor(dg, list(dg.shape), [pitch, 1], [TILE, TILE], square)
-    partial = torch.empty(L.H, blocks + tiles, TILE, L.d, dtype=torch.float32, device=L.device)
-    for f0 in range(0, total, share):
-        f1 = min(total, f0 + share)
-        launch(
-            query_pass, (f1 - f0,), *tensors, described, stats, L.mask.rule, L.mask.queries, L.c, L.call.scale, f0, L.B,
-            L.H, *sizes, SQUARE=square, **shared,
-        )  # fmt: skip
-        if grad is not None:
-            per_head = L.B * blocks
-            heads = (f1 - 1) // per_head - f0 // per_head + 1
+    def _shares(self, total: int, columns: int, group: int) -> int:
+        """Row blocks of one launch: as many as fit, in even shares of whole waves."""
+        most = max(1, BUDGET // (TILE * columns * TILE * group * self.L.bytes))
+        most = most // WAVE * WAVE if most > WAVE else most
+        share = cdiv(total, cdiv(total, most))
+        return min(total, most, cdiv(share, WAVE) * WAVE if most >= WAVE else share)
+
+    def _buffer(self, rows: int, columns: int) -> tuple[Tensor, TensorDescriptor]:
+        """dG of so many rows, in the memory of the pass before where that is enough."""
+        count = rows * columns * TILE
+        if self.memory is None or self.memory.numel() < count:
+            self.memory = None
+            self.memory = torch.empty(count, dtype=self.L.dtype, device=self.L.device)
+        dg = self.memory[:count].view(rows, columns * TILE)
+        return dg, TensorDescriptor(dg, list(dg.shape), [dg.shape[1], 1], [TILE, TILE], self.square)
+
+    def _keys(self) -> None:
+        L = self.L
+        dk, to_k = self._room(1, L.call.k)
+        dv, to_v = self._room(2, L.call.v)
+        total = L.Hk * L.B * cdiv(L.Tk, TILE)
+        share, described, base, diagonals = total, self.tensors[0], 0, None
+        if self.key is not None:
+            diagonals = self.diagonals_c = Diagonals.of(L, self.key)
+            share, base = self._shares(total, diagonals.columns, L.G), diagonals.base
+            dh, described = self._buffer(share * L.G * TILE, diagonals.columns)
+            self.sums_c = diagonals.room()
+        for f0 in range(0, total, share):
+            f1 = min(total, f0 + share)
             launch(
-                collect_tiles, (blocks + tiles, heads), dg, left.x, partial, L.mask.queries, left.strides, f0, f1,
-                L.B, blocks, tiles, L.Tq, L.mask.batch, D=L.d, T=TILE, RANGED=L.mask.ranged, STAGES=4,
-                num_warps=4,
+                key_pass, (f1 - f0,), *self.tensors, tiles_of(Source(dk)), tiles_of(Source(dv)), described, self.stats,
+                L.mask.rule, L.mask.keys, L.c, L.call.scale, f0, L.B, L.H, L.Hk, L.G, *self._sizes(base),
+                SHARED=L.G > 1, **self._meta(),
             )  # fmt: skip
-    if grad is None:
-        return
-    # Row x of the table that descends in δ is entry x − origin + offset + 64·blocks of a head's partial sums.
-    reach, descending = L.ports[0].rows.params
-    entry = L.call.offset + TILE * blocks
-    zero, step = (entry - reach, 1) if descending else (entry + reach, -1)
-    heads = L.H if grad.shape[0] == 1 else 1
-    launch(
-        spread, (cdiv(grad.shape[1], 64), grad.shape[0]), partial, grad, L.call.scale, heads, grad.shape[1],
-        (blocks + tiles) * TILE, zero, step, *grad.stride(), D=L.d, N=64, num_warps=4,
-    )  # fmt: skip
+            if diagonals is not None and self.key in self.table:
+                diagonals.add(dh, self.sums_c, f0, f1)
+        for written, grad in ((dk, to_k), (dv, to_v)):
+            if grad is not None:
+                grad.copy_(written)
+
+    def _queries(self) -> Tensor | None:
+        """The pass over queries and A's gradient; returns what the sides add to end rows [H, ·, A and C, 2, d]."""
+        L, n = self.L, self.query
+        dq, to_q = self._room(0, L.call.q)
+        dw, to_w = (dq, None) if self.own else self._room(self.left, L.call.q)
+        blocks = cdiv(L.Tq, TILE)
+        total = L.H * L.B * blocks
+        diagonals = Diagonals.of(L, n)
+        share = self._shares(total, diagonals.columns, 1)
+        dg, described = self._buffer(share * TILE, diagonals.columns)
+        sums = diagonals.room()
+        parts = L.anchor
+        if L.sides:
+            width = 1 if self.key is None else 2
+            parts = torch.empty(L.H, L.B * blocks, width, 2, L.d, dtype=torch.float32, device=L.device)
+        sizes = self._sizes(diagonals.base)
+        ends = L.tables[n]
+        for f0 in range(0, total, share):
+            f1 = min(total, f0 + share)
+            launch(
+                query_pass, (f1 - f0,), *self.tensors, tiles_of(Source(dq)), tiles_of(Source(dw)), described, ends,
+                parts, self.stats, L.mask.rule, L.mask.queries, L.c, L.call.scale, f0, L.B, L.H, L.G, *sizes[:10],
+                *L.ends[n], L.head_stride(n), ends.stride(1), *sizes[10:], **self._meta(),
+            )  # fmt: skip
+            if n in self.table:
+                diagonals.add(dg, sums, f0, f1)
+        for written, grad in ((dq, to_q), (dw, to_w)):
+            if grad is not None:
+                grad.copy_(written)
+        if n in self.table:
+            diagonals.finish(sums, parts[:, :, 0] if L.sides else None, self.table[n])
+        return parts if L.sides else None

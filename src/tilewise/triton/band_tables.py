@@ -1,0 +1,240 @@
+"""Gradients of tables from the tiles of dG (or dH) that :mod:`.band_queries` and :mod:`.band_keys` store.
+
+A table's gradient sums diagonals of dS, which no pass over rows owns. Tile (n, m) of dG belongs to row block n and to
+the offsets of diagonal m: tile `first` + m + n of the others, less one. Each launch of a pass is followed by one that
+adds what it stored to its diagonals; offsets are summed to table rows at the end. Every sum has a fixed order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .cached import cached
+from .launch import cdiv, launch
+from .plan import Layout
+from .skew import TILE
+from .terms import rows_of
+
+__all__ = ["Diagonals"]
+
+PROGRAMS = 528
+"""Programs that fill an H200; a band has few diagonals, and their row blocks are shared out until there are so many."""
+
+
+@triton.jit(do_not_specialize=["f0", "f1", "H", "B", "G", "blocks", "tiles", "rows", "first", "count", "per", "offset",
+                               "ahead", "behind", "batch"])  # fmt: skip
+def collect_tiles(dg, x, out, ranges, sx, f0, f1, B, G, blocks, tiles, rows, first, count, per, offset, ahead, behind,
+                  batch, D: tl.constexpr, T: tl.constexpr, SIDES: tl.constexpr, RANGED: tl.constexpr,
+                  STAGES: tl.constexpr):  # fmt: skip
+    """out[h, s, m] += Σ of dGᵀ·x over the row blocks that this launch of the pass made, of the head's s-th share.
+
+    Programs (diagonal m, head, share). f = (key head, batch, block) are the row blocks, f0 … f1 − 1 those made; dG has
+    them for each of G heads. A share's first launch sets instead of adding. SIDES: dG's columns are diagonals, else
+    tiles of the others.
+    """
+    # Computed here, where it shows that it is a multiple of 64: rows are read 16 bytes at a time.
+    pitch = (tiles + 1) * T
+    if SIDES:
+        pitch = count * T
+    m = tl.program_id(0)
+    s = tl.program_id(2)
+    h = f0 // (blocks * B) * G + tl.program_id(1)
+    start = h // G * B * blocks
+    a = tl.maximum(f0, start + s * per)
+    e = tl.minimum(f1, tl.minimum(start + (s + 1) * per, start + B * blocks))
+    cc = tl.arange(0, T)
+    d = tl.arange(0, D)
+    place = (h * tl.num_programs(2) + s) * count + m
+    to = out + tl.cast(place, tl.int64) * (T * D) + cc[:, None] * D + d[None, :]
+    total = tl.load(to, mask=(cc[:, None] >= 0) & (a > start + s * per), other=0.0)
+    if SIDES:
+        turns = tl.maximum(e - a, 0)
+        n0 = 0
+        met = 1
+        b0 = 0
+    else:
+        n0 = tl.maximum(-first - m, 0)
+        met = tl.maximum(tl.minimum(blocks, tiles - first - m + 1) - n0, 0)
+        b0 = (a - start) // blocks
+        turns = ((e - start + blocks - 1) // blocks - b0) * met
+    for turn in tl.range(0, turns, num_stages=STAGES):
+        if SIDES:
+            f = a + turn
+            b = (f - start) // blocks
+            n = f - start - b * blocks
+        else:
+            b = b0 + turn // met
+            n = n0 + turn % met
+            f = start + b * blocks + n
+        tile = first + m + n
+        lo = 0
+        hi = tiles
+        if RANGED:
+            at = ranges + b * batch + n * 4
+            lo = tl.load(at) // T
+            hi = (tl.load(at + 1) + T - 1) // T
+        column = tile
+        if SIDES:
+            # The band as the pass decides it.
+            low = tl.minimum(tl.maximum(tl.maximum(n * T + offset - ahead + 1, 0) // T, lo), tl.maximum(hi, lo))
+            high = (tl.maximum(n * T + T - 1 + offset + behind, 0) + T - 1) // T
+            hi = tl.minimum(tl.maximum(high, low), tl.maximum(hi, lo))
+            lo = low
+            column = m
+        valid = (f >= a) & (f < e) & (tile >= lo) & (tile <= hi)
+        r = n * T + cc
+        at_g = dg + tl.cast((f - f0) * G + h % G, tl.int64) * T * pitch + cc[:, None] * pitch + column * T + cc[None, :]
+        ds = tl.load(at_g, mask=(cc[:, None] >= 0) & valid, other=0.0)
+        at_x = x + tl.cast(b, tl.int64) * sx[0] + tl.cast(h // G, tl.int64) * sx[1] + r.to(tl.int64)[:, None] * sx[2]
+        value = tl.load(at_x + d[None, :], mask=(r[:, None] < rows) & valid, other=0.0)
+        total = tl.dot(tl.trans(ds), value, total, input_precision="ieee")
+    tl.store(to, total)
+
+
+@triton.jit(do_not_specialize=["tau", "heads", "R", "count", "zero", "step"])
+def spread(partial, grad, tau, heads, R, count, zero, step, sh, sr, sd, D: tl.constexpr, N: tl.constexpr):
+    """grad[h, r] = τ · partial[h, zero + step·r], 0 where there is none; `heads` heads are summed, in order."""
+    r = tl.program_id(0) * N + tl.arange(0, N)
+    h = tl.program_id(1)
+    d = tl.arange(0, D)
+    at = zero + step * r
+    inside = ((r < R) & (at >= 0) & (at < count))[:, None]
+    total = tl.zeros([N, D], tl.float32)
+    for n in range(heads):
+        place = (tl.cast(h * heads + n, tl.int64) * count + at)[:, None] * D + d[None, :]
+        total += tl.load(partial + place, mask=inside, other=0.0)
+    to = grad + tl.cast(h, tl.int64) * sh + r.to(tl.int64)[:, None] * sr + d[None, :] * sd
+    tl.store(to, (total * tau).to(grad.dtype.element_ty), mask=(r < R)[:, None] & (d[None, :] >= 0))
+
+
+@triton.jit(do_not_specialize=["tau", "count", "left_row", "right_row"])
+def sum_rows(partial, order, starts, parts, grad, tau, count, left_row, right_row, sp, sh, sr, sd, D: tl.constexpr,
+             N: tl.constexpr, ENDS: tl.constexpr):  # fmt: skip
+    """grad[h, r] = τ · (Σ of partial[h] over the offsets of row r + what the saturated sides add): program (r, h)."""
+    r = tl.program_id(0)
+    h = tl.program_id(1)
+    n = tl.arange(0, N)
+    d = tl.arange(0, D)
+    total = tl.zeros([N, D], tl.float32)
+    e = tl.load(starts + r + 1)
+    for c in range(tl.load(starts + r), e, N):
+        x = tl.load(order + c + n, mask=c + n < e, other=0)
+        place = (tl.cast(h, tl.int64) * count + x)[:, None] * D + d[None, :]
+        total += tl.load(partial + place, mask=(c + n < e)[:, None] & (d[None, :] >= 0), other=0.0)
+    value = tl.sum(total, 0)
+    if ENDS:
+        for side in tl.static_range(2):
+            end = left_row
+            if side == 1:
+                end = right_row
+            value += tl.load(parts + h * sp + side * D + d, mask=(d >= 0) & (r == end), other=0.0)
+    to = grad + tl.cast(h, tl.int64) * sh + r * sr + d * sd
+    tl.store(to, (value * tau).to(grad.dtype.element_ty))
+
+
+@dataclass(frozen=True)
+class Diagonals:
+    """The offsets of one port's dG (rows are queries) or dH (keyed: rows are keys).
+
+    Attributes:
+        first: diagonal m has the offsets up to that of tile `first` + m + n of the others, for row block n.
+        count: diagonals.
+        columns: tiles of a row of the buffer.
+        base: where a row block's columns begin, less its first row; only where tiles are saturated.
+    """
+
+    L: Layout
+    n: int
+    blocks: int
+    tiles: int
+    first: int
+    count: int
+    columns: int
+    base: int
+
+    @classmethod
+    def of(cls, L: Layout, n: int) -> Diagonals:
+        keyed = L.ports[n].kind == "key"
+        blocks, tiles = cdiv(L.Tk if keyed else L.Tq, TILE), cdiv(L.Tq if keyed else L.Tk, TILE)
+        if not L.sides:
+            return cls(L, n, blocks, tiles, 1 - blocks, blocks + tiles, tiles + 1, 0)
+        offset, ahead, behind = cls._band(L, keyed)
+        first = (offset - ahead + 1) // TILE
+        count = cdiv(TILE - 1 + offset + behind, TILE) - first + 1
+        return cls(L, n, blocks, tiles, first, count, count, first * TILE)
+
+    @staticmethod
+    def _band(L: Layout, keyed: bool) -> tuple[int, int, int]:
+        return (-L.call.offset, -L.lo, L.hi) if keyed else (L.call.offset, L.hi, -L.lo)
+
+    @property
+    def keyed(self) -> bool:
+        return self.L.ports[self.n].kind == "key"
+
+    @property
+    def group(self) -> int:
+        """Heads of a row block."""
+        return self.L.G if self.keyed else 1
+
+    @property
+    def shares(self) -> int:
+        """Into how many sums the row blocks of a head are shared out."""
+        L = self.L
+        return max(1, min(PROGRAMS // (self.count * L.H), L.B * self.blocks // 4)) if L.sides else 1
+
+    def room(self) -> Tensor:
+        shape = self.L.H, self.shares, self.count * TILE, self.L.d
+        return torch.empty(shape, dtype=torch.float32, device=self.L.device)
+
+    def add(self, dg: Tensor, partial: Tensor, f0: int, f1: int) -> None:
+        """Add the row blocks f0 … f1 − 1, of which dg has the tiles."""
+        L, G = self.L, self.group
+        x = L.k if self.keyed else L.lefts[self.n]
+        per_head = L.B * self.blocks
+        heads = ((f1 - 1) // per_head - f0 // per_head + 1) * G
+        launch(
+            collect_tiles, (self.count, heads, self.shares), dg, x.x, partial, L.ranges(self.keyed), x.strides, f0, f1,
+            L.B, G, self.blocks, self.tiles, L.Tk if self.keyed else L.Tq, self.first, self.count,
+            cdiv(per_head, self.shares), *self._band(L, self.keyed), L.mask.batch, D=L.d, T=TILE,
+            SIDES=L.sides, RANGED=L.mask.ranged, STAGES=4, num_warps=4,
+        )  # fmt: skip
+
+    def finish(self, partial: Tensor, parts: Tensor | None, grad: Tensor) -> None:
+        """Write the table's gradient; `parts` [H, ·, 2, d] is what the saturated sides add to end rows, over τ."""
+        L, n = self.L, self.n
+        rows, shared = L.ports[n].rows, grad.shape[0] == 1
+        # The offset of the entry x of a head: start + step·x.
+        step = 1 if self.keyed else -1
+        start = L.call.offset + step * TILE * (self.first - 1)
+        if rows.kind == "identity":
+            reach, descending = rows.params
+            zero, turn = (reach - start, -1) if descending else (-reach - start, 1)
+            launch(
+                spread, (cdiv(grad.shape[1], 64), grad.shape[0]), partial, grad, L.call.scale, L.H if shared else 1,
+                grad.shape[1], self.count * TILE, step * zero, step * turn, *grad.stride(), D=L.d, N=64, num_warps=4,
+            )  # fmt: skip
+            return
+        summed = (lambda x: x.sum((0, 1))[None] if shared else x.sum(1)) if shared or self.shares > 1 else None
+        total = partial if summed is None else summed(partial)
+        if parts is not None:
+            parts = parts.sum((0, 1))[None] if shared else parts.sum(1)
+        order, starts = _by_row(rows, start, step, self.count * TILE, grad.shape[1], L.device)
+        launch(
+            sum_rows, (grad.shape[1], grad.shape[0]), total, order, starts, total if parts is None else parts, grad,
+            L.call.scale, self.count * TILE, *L.ends[n], 2 * L.d, *grad.stride(), D=L.d, N=32, ENDS=parts is not None,
+            num_warps=2,
+        )  # fmt: skip
+
+
+@cached(64)
+def _by_row(rows, start: int, step: int, count: int, R: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Entries in the order of their table rows, and where each of the R rows starts (int32)."""
+    row = rows_of(rows, start + step * torch.arange(count, device=device))
+    ordered, order = torch.sort(row, stable=True)
+    starts = torch.searchsorted(ordered, torch.arange(R + 1, dtype=torch.int32, device=device))
+    return order.to(torch.int32), starts.to(torch.int32)
