@@ -1,8 +1,9 @@
 """Compiles the attention kernels ahead of time, without a GPU: `python compiled.py CASE@ARCH …` prints JSON lines.
 
 CASE/ieee and CASE/tf32 are fp32 calls with those products, others fp16. Each line has the kernel, the architecture, the
-shared memory it needs, how often its PTX names wgmma and tf32, and the loop-invariant register tensors that are
-the left operand of a Hopper dot: what ptxas before 13.3 overwrites (see :mod:`tilewise.triton.core`).
+shared memory it needs, how often its PTX names wgmma and tf32, the sums that its products carry on from turn to turn of
+a loop, and the loop-invariant register tensors that are the left operand of a Hopper dot: what ptxas before 13.3
+overwrites (see :mod:`tilewise.triton.core`).
 """
 
 import json
@@ -45,6 +46,25 @@ def invariant_operands(ttgir: str) -> list[str]:
     return found
 
 
+def chained_sums(ttgir: str) -> list[str]:
+    """Products whose accumulator depends on the turn before: one chain of additions over the whole loop."""
+    found, loops = [], []
+    for line in ttgir.splitlines():
+        indent = len(line) - len(line.lstrip())
+        while loops and line.strip().startswith("}") and indent <= loops[-1][0]:
+            loops.pop()
+        if "scf.for" in line:
+            loops.append((indent, set(re.findall(r"(%\w+) = %", line.split("iter_args")[-1]))))
+            continue
+        dot = re.search(r"tt\.dot %[\w#]+, %[\w#]+, (%\w+)", line)
+        if dot and any(dot.group(1) in turning for _, turning in loops):
+            found.append(line.strip())
+        if (made := re.match(r"\s*(%\w+)(?::\d+)? =", line)) and loops:
+            for _, names in loops:
+                names.add(made.group(1))
+    return found
+
+
 @triton.jit
 def _trapped(q, k, out, edge, n, D: tl.constexpr):
     i = tl.arange(0, D)
@@ -78,7 +98,7 @@ def main(case: str, arch: int):
         found = invariant_operands(made.asm["ttgir"])
         line = {"kernel": kernel.__name__, "arch": arch, "shared": made.metadata.shared, "limit": SHARED[arch],
                 "wgmma": made.asm["ptx"].count("wgmma.mma_async"), "tf32": made.asm["ptx"].count(".tf32"),
-                "invariant": found}  # fmt: skip
+                "chained": len(chained_sums(made.asm["ttgir"])), "invariant": found}  # fmt: skip
         print(json.dumps(line), flush=True)
 
     if case == "trap":

@@ -6,6 +6,7 @@ python interpreted.py NAME …   prints one JSON line a job: its name and what m
 import json
 import os
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,6 +28,7 @@ def _poisoned(make):
 torch.empty = _poisoned(torch.empty)
 
 from relative_checks import call_of, dense, names_of, run, verdicts  # noqa: E402
+from tensor_cores import NearestTF32, cut_operands  # noqa: E402
 
 import tilewise.triton.plan as plan  # noqa: E402
 from tilewise import Options, triton  # noqa: E402
@@ -62,6 +64,8 @@ JOBS = {
     "short": ("deberta", sizes(40, B=5), "lengths", HALF, 0.0),
     "short-shared": ("shaw", sizes(20, B=4, H=2, Hk=1), "none", HALF, 0.0),
     "pointers": ("deberta", sizes(200), "none", HALF, 0.0),
+    "tf32-explicit": ("explicit", sizes(70), "none", SINGLE, 0.0),
+    "tf32-deberta": ("deberta", sizes(130), "none", SINGLE, 0.0),
 }
 
 
@@ -77,9 +81,12 @@ def missed(name: str) -> list[str]:
         from interpreted_bf16 import exact_bf16
 
         exact_bf16()
-    call = call_of(case, size, mask, dtype, "cpu", dropout, options=Options(fp32="tf32"))
+    coarse = name.startswith("tf32")
+    if coarse:
+        cut_operands()
+    call = call_of(case, size, mask, dtype, "cpu", dropout, options=Options(fp32="tf32" if coarse else "ieee"))
     call = replace(call, scale={"negative-scale": -4.0, "zero-scale": 0.0}.get(name, call.scale))
-    budgets = verdicts(call)
+    budgets = verdicts(call, products=NearestTF32 if coarse else nullcontext)
     return [f"{b.name}: error {b.error:.2e}, allowed {b.allowed:.2e}" for b in budgets if not b.ok]
 
 

@@ -1,5 +1,7 @@
 """One attention call through the Triton kernels, forward and backward, against the fp64 oracle; any device."""
 
+from contextlib import nullcontext
+
 import torch
 
 from tilewise import Mask, Options, triton
@@ -68,8 +70,11 @@ def names_of(call: Call) -> list[str]:
     return ["dq", "dk", "dv", *(f"d{name}" for name in ports)]
 
 
-def verdicts(call: Call, factor: float = 2.0):
-    """A budget for O, lse and each gradient; raises AssertionError where lse is infinite in the wrong places."""
+def verdicts(call: Call, factor: float = 2.0, products=nullcontext):
+    """A budget for O, lse and each gradient; raises AssertionError where lse is infinite in the wrong places.
+
+    `products` makes a context inside which dense PyTorch forms its products as those under test are formed.
+    """
     generator = torch.Generator().manual_seed(7)
     draw = lambda *shape: torch.randn(shape, generator=generator).to(call.q.device)  # noqa: E731
     B, H, Tq, _ = call.q.shape
@@ -78,7 +83,8 @@ def verdicts(call: Call, factor: float = 2.0):
     seen = torch.isfinite(exact_lse)
     dlse = draw(B, H, Tq) * seen
     exact_o, exact_lse, exact = dense(call, do, dlse, torch.float64)
-    low_o, low_lse, low = dense(call, do, dlse, call.q.dtype)
+    with products():
+        low_o, low_lse, low = dense(call, do, dlse, call.q.dtype)
     o, lse, grads = run(call, do, dlse)
     assert torch.equal(torch.isfinite(lse), seen), "lse is infinite in the wrong places"
     flat = lambda x: x.masked_fill(~seen, 0.0)  # noqa: E731

@@ -41,11 +41,15 @@ def test_the_trap_would_be_seen():
     assert kernel["invariant"]
 
 
-def test_tf32_only_on_request():
+def test_tf32_only_on_request_and_fp32_sums_by_tile():
     asked = compiled("wav2vec2_bert/tf32@80")
     products = {"attend", "grad_key", "grad_query", "project", "fold", "collect"}
     assert {k["kernel"] for k in asked if k["tf32"]} == products
-    assert [k["kernel"] for k in compiled("wav2vec2_bert/ieee@80") if k["tf32"]] == []
+    ieee = compiled("wav2vec2_bert/ieee@80")
+    assert [k["kernel"] for k in ieee if k["tf32"]] == []
+    # Each tile has a sum of its own in fp32, where one chain would err three times as much at 16,384 tokens.
+    assert {k["kernel"]: k["chained"] for k in ieee if k["chained"]} == {}
+    assert {k["kernel"] for k in asked if k["chained"]} == products - {"project"}
 
 
 def test_a_new_length_or_offset_compiles_nothing_new():

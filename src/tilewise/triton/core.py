@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from .masks import kept, span_of, visible
+from .operands import added, operand
 from .tiles import load_rows, store_rows, store_skewed
 
 # Lengths, offsets and scales must not make a new kernel each.
@@ -73,13 +74,7 @@ def _attend(acc, l, m, edge, q, k, sk, hk, v, sv, bv, hv, terms, zs, rule, seed,
         if DROPOUT:
             p = tl.where(kept(seed, bh, i0, j, drop, BM, BN), p, 0.0)
         tile = load_rows(v, sv, bv, hv, j, Tk, DV, BN, BV, TMA)
-        if tile.dtype == tl.float32:
-            # A sum of its own for each tile: one long chain of additions would double the error of O. The zero is
-            # made at run time, since a constant one would be folded into the chain again.
-            zero = tl.broadcast_to((shrink * 0.0)[:, None], (BM, BV))
-            acc = acc + tl.dot(p, tile, zero, input_precision=PREC)
-        else:
-            acc = tl.dot(p.to(tile.dtype), tile, acc, input_precision=PREC)
+        acc = added(acc, operand(p.to(tile.dtype), PREC), tile, c * 0.0, PREC)
     return acc, l, m
 
 
@@ -193,4 +188,5 @@ def probabilities(q, k, lse, terms, z0, z1, z2, z3, z4, z5, z6, z7, out, dz, rul
             p = tl.where(seen, p, 0.0)
         if DROPOUT:
             p = tl.where(kept(seed, bh, i0, j, drop, BM, BN), p * inverse, 0.0)
-        store_skewed(out, dz, n, i0, j + out.shift, Tq, p.to(out.z.dtype.element_ty), BM, BN, TMA)
+        p = operand(p.to(out.z.dtype.element_ty), PREC)
+        store_skewed(out, dz, n, i0, j + out.shift, Tq, p, BM, BN, TMA)

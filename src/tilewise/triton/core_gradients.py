@@ -10,6 +10,7 @@ import triton.language as tl
 
 from .core import RUNTIME, band_of, part_of
 from .masks import kept, span_of, visible
+from .operands import added, operand
 from .tiles import load_rows, load_statistics, store_rows, store_skewed
 
 
@@ -43,10 +44,10 @@ def _grad_query(acc, rows, q, g, ls, dl, k, sk, bk, hk, v, sv, bv, hv, terms, zs
         ds = p * (dp - dl[:, None])
         if SUMS != "none":
             rows += ds
-        ds = ds.to(kt.dtype)
+        ds = operand(ds.to(kt.dtype), PREC)
         if STORE:
             store_skewed(out, dz, n, i0, j + out.shift, Tq, ds, BM, BN, TMA)
-        acc = tl.dot(ds, kt, acc, input_precision=PREC)
+        acc = added(acc, ds, kt, c * 0.0, PREC)
     return acc, rows
 
 
@@ -165,11 +166,11 @@ def _grad_key(dk, dv, k, v, q, sq, bq, g, sg, stats, stat, pad, plane, planes, t
             keep = tl.trans(kept(seed, bh, i0, j0, drop, BM, BN))
             pd = tl.where(keep, p * inverse, 0.0)
             dp = tl.where(keep, dp * inverse, 0.0)
-        dv = tl.dot(pd.to(gt.dtype), gt, dv, input_precision=PREC)
-        ds = (p * (dp - dl[None, :])).to(qt.dtype)
+        dv = added(dv, operand(pd.to(gt.dtype), PREC), gt, c * 0.0, PREC)
+        ds = operand((p * (dp - dl[None, :])).to(qt.dtype), PREC)
         if STORE:
             store_skewed(out, dz, n, j0, i0 + out.shift, Tk, ds, BN, BM, TMA)
-        dk = tl.dot(ds, qt, dk, input_precision=PREC)
+        dk = added(dk, ds, qt, c * 0.0, PREC)
     return dk, dv
 
 

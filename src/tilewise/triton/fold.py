@@ -7,6 +7,7 @@ row's gradient is then the sum over its columns' residues and its ends (reduce).
 import triton
 import triton.language as tl
 
+from .operands import added
 from .project import ends, row_of, rows_of_tile, stored
 
 _RUNTIME = [
@@ -66,7 +67,7 @@ def fold(dz, table, acc, sums, out, ranges, th, tr, origin, step, size, eh, er, 
             else:
                 right_at = rows_of_h + row[:, None] * tr + d[None, :]
                 right = tl.load(right_at, mask=d[None, :] < D, other=0.0)
-                total = tl.dot(ds, right, total, input_precision=PREC)
+                total = added(total, ds, right, scale * 0.0, PREC)
         if SUMS:
             for side in tl.static_range(2):
                 end = left_row
@@ -103,6 +104,7 @@ def collect(dz, x, out, ranges, sx, head, stride, H, G, h0, heads, B, rows, othe
     total = tl.zeros([CB, BD], tl.float32)
     number = tl.zeros([CB], tl.float32)
     column = cmin // 16 * 16 + block * CB
+    zero = tl.minimum(B, 0).to(tl.float32)
     # Rows whose entries at these columns lie among the others at all.
     tiles = (rows + TALL - 1) // TALL
     n0 = tl.maximum(shift - column - CB - TALL, 0) // TALL
@@ -125,7 +127,7 @@ def collect(dz, x, out, ranges, sx, head, stride, H, G, h0, heads, B, rows, othe
             number += tl.sum(value, 0)
         else:
             right = tl.load(xrow[:, None] + d[None, :], mask=(r[:, None] < rows) & (d[None, :] < D), other=0.0)
-            total = tl.dot(tl.trans(ds), right, total, input_precision=PREC)
+            total = added(total, tl.trans(ds), right, zero, PREC)
     at = tl.cast(local * 8 + rho, tl.int64) * length + block * CB + cc
     if SCALAR:
         tl.store(out + at, number)

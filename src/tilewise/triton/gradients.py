@@ -29,22 +29,24 @@ def backward(
     """See :func:`tilewise.triton.backward`."""
     if not any(need):
         return
+    layout = Layout(call, kept)
     if config.SKEW_IN_REGISTERS and kept is None and call.options.skew != "memory":
-        layout = Layout(call)
         if layout.limits.hopper:
             from . import linear_backward
 
             if not linear_backward.unsuited(layout):
                 return linear_backward.backward(call, do, dlse, o, lse, need, grads)
-    _Backward(call, do, dlse, o, lse, need, grads, kept).run()
+    _Backward(layout, do, dlse, o, lse, need, grads).run()
 
 
 class _Backward:
     """One backward call: what is wanted, the buffers that outlive a launch, and the steps for a share of the heads."""
 
-    def __init__(self, call, do, dlse, o, lse, need, grads, kept):
-        self.L = L = Layout(call, kept)
-        self.lse, self.g, self.o = lse, Source(do), Source(o)
+    def __init__(self, layout: Layout, do, dlse, o, lse, need, grads):
+        self.L = L = layout
+        # dO as products read it, and as it is.
+        self.lse, self.do, self.o = lse, Source(do), Source(o)
+        self.g = L.factor(self.do)
         self.dlse = dlse
         self.need_q, self.need_k, self.need_v = need[:3]
         self.dq, self.dk, self.dv = grads[:3]
@@ -88,11 +90,11 @@ class _Backward:
         new = lambda *shape: torch.empty(*shape, dtype=torch.float32, device=L.device)  # noqa: E731
         B, H = L.B, L.H
         qx, kx, vx = (
-            shifted(L, x, bool(t)) for x, t in ((L.q, self.qtables), (L.k, self.ktables), (L.v, self.vtables))
+            shifted(L, x, bool(t)) for x, t in zip(L.factors, (self.qtables, self.ktables, self.vtables), strict=True)
         )
         self.qx, self.kx, self.vx = qx, kx, vx
         self.stats = new(4, B * H, -(-L.Tq // 128) * 128)
-        self.tma = L.limits.descriptors and all(s.describable for s in (L.q, L.k, L.v, self.g))
+        self.tma = L.limits.descriptors and all(s.describable for s in (*L.factors, self.g))
         self.blocks_q = cdiv(L.Tq, self.tiles_q.queries)
         self.blocks_k = cdiv(L.Tk, self.tiles_k.keys)
         self.sum_buffer = new(2, B, H, {"none": 0, "block": self.blocks_q, "row": L.Tq}[self.sums])
@@ -175,7 +177,7 @@ class _Backward:
         loose = {n: m for n, m in made.items() if n not in self.own and L.ports[n].kind != "key"} if L.sides else {}
         functions, terms, _ = terms_of(L, loose, self.tiles_q, False)
         prepare_rows(
-            L, self.qx, self.kx, self.vx, (self.g, self.o, self.lse, self.dlse, self.stats), self.qtables,
+            L, self.qx, self.kx, self.vx, (self.do, self.o, self.lse, self.dlse, self.stats), self.qtables,
             self.ktables, self.vtables, functions, terms,
         )  # fmt: skip
 
@@ -212,7 +214,8 @@ class _Backward:
         """q, k, v, dO and the shifted q, k, v, as rows of these tiles."""
         L = self.L
         m, n = tiles.queries, tiles.keys
-        sources = ((L.q, m, L.BD), (L.k, n, L.BD), (L.v, n, L.BV), (self.g, m, L.BV), (self.qx, m, L.BD),
+        q, k, v = L.factors
+        sources = ((q, m, L.BD), (k, n, L.BD), (v, n, L.BV), (self.g, m, L.BV), (self.qx, m, L.BD),
                    (self.kx, n, L.BD), (self.vx, n, L.BV))  # fmt: skip
         return [x(rows, width, self.tma) for x, rows, width in sources], [x.strides for x, _, _ in sources]
 
@@ -257,7 +260,7 @@ class _Backward:
         L, g, port = self.L, dz.geometry, self.L.ports[n]
         grad = self.by_head.get(n, self.table[n])
         scalar = port.kind == "scalar"
-        x = {"scalar": L.lefts[n], "query": L.lefts[n], "key": L.k, "value": self.g}[port.kind]
+        x = {"scalar": L.lefts[n], "query": L.left_factor(n), "key": L.factors[1], "value": self.g}[port.kind]
         group = L.G if port.kind == "key" else 1
         width = 1 if scalar else grad.shape[2]
         TM, CB, warps, stages, pack = fitted(self.fold_shape, g.rows, L.B)

@@ -32,12 +32,13 @@ def forward(call: Call, o: Tensor, lse: Tensor, kept: Tensor | None = None) -> N
         if call.options.skew == "shared":
             raise Unsupported(f"options.skew='shared' cannot run this call: {'; '.join(reasons)}; 'memory' runs it")
     tiles = L.forward_tiles()
+    q, k, v = L.factors
     qtables, vtables = L.shifting("key"), L.shifting("value")
-    qx = shifted(L, L.q, bool(qtables))
-    vx = shifted(L, L.v, bool(vtables))
+    qx = shifted(L, q, bool(qtables))
+    vx = shifted(L, v, bool(vtables))
     if qtables or vtables:
         prepare_rows(L, qx, None, vx, None, qtables, (), vtables)
-    tma = L.limits.descriptors and all(s.describable for s in (L.q, L.k, L.v))
+    tma = L.limits.descriptors and all(s.describable for s in (q, k, v))
     # Value-side terms add their band afterwards: until then O stays in fp32.
     out = torch.empty(L.B, L.H, L.Tq, L.dv, dtype=torch.float32, device=L.device) if L.values else o
     per_head = sum(L.B * L.projection(n, L.block_of(tiles)).head for n in L.projected)
@@ -48,17 +49,16 @@ def forward(call: Call, o: Tensor, lse: Tensor, kept: Tensor | None = None) -> N
         made = project_scores(L, L.block_of(tiles), h0, share, shape)
         functions, terms, zs = terms_of(L, made, tiles, tma)
         launch(
-            attend, (cdiv(L.Tq, tiles.queries) * L.B * share,), L.q(tiles.queries, L.BD, tma),
-            L.k(tiles.keys, L.BD, tma), L.v(tiles.keys, L.BV, tma), qx(tiles.queries, L.BD, tma),
-            vx(tiles.keys, L.BV, tma), out, lse, terms, *zs, L.mask.rule, L.mask.queries, L.seed, L.q.strides,
-            L.k.strides, L.v.strides, qx.strides, vx.strides, out.stride()[:3], L.c, L.inverse, L.drop, L.H, L.G, h0,
-            share, L.B, L.Tq, L.Tk, call.offset, L.lo, L.hi, L.mask.left, L.mask.right, L.mask.batch, D=L.d, DV=L.dv,
-            BD=L.BD, BV=L.BV, BM=tiles.queries, BN=tiles.keys, UNIT=BLOCK, BANDS=tuple(f[0] for f in functions),
-            EDGES=tuple(f[1] for f in functions) if L.sides else (), BAND=bool(L.ports), SIDES=L.sides,
-            SHIFT_Q=bool(qtables), SHIFT_V=bool(vtables), RANGED=L.mask.ranged, MASKED=L.masked(L.block_of(tiles)[1]),
-            ELEMENTWISE=L.mask.elementwise, DROPOUT=call.dropout_p > 0.0, EXACT=L.bytes == 4,
-            NEGATIVE=call.scale < 0.0, PREC=L.precision, TMA=tma,
-            STAGES=tiles.stages, BAND_STAGES=tiles.band_stages, num_warps=tiles.warps, num_stages=tiles.stages,
+            attend, (cdiv(L.Tq, tiles.queries) * L.B * share,), q(tiles.queries, L.BD, tma), k(tiles.keys, L.BD, tma),
+            v(tiles.keys, L.BV, tma), qx(tiles.queries, L.BD, tma), vx(tiles.keys, L.BV, tma), out, lse, terms, *zs,
+            L.mask.rule, L.mask.queries, L.seed, q.strides, k.strides, v.strides, qx.strides, vx.strides,
+            out.stride()[:3], L.c, L.inverse, L.drop, L.H, L.G, h0, share, L.B, L.Tq, L.Tk, call.offset, L.lo, L.hi,
+            L.mask.left, L.mask.right, L.mask.batch, D=L.d, DV=L.dv, BD=L.BD, BV=L.BV, BM=tiles.queries, BN=tiles.keys,
+            UNIT=BLOCK, BANDS=tuple(f[0] for f in functions), EDGES=tuple(f[1] for f in functions) if L.sides else (),
+            BAND=bool(L.ports), SIDES=L.sides, SHIFT_Q=bool(qtables), SHIFT_V=bool(vtables), RANGED=L.mask.ranged,
+            MASKED=L.masked(L.block_of(tiles)[1]), ELEMENTWISE=L.mask.elementwise, DROPOUT=call.dropout_p > 0.0,
+            EXACT=L.bytes == 4, NEGATIVE=call.scale < 0.0, PREC=L.precision, TMA=tma, STAGES=tiles.stages,
+            BAND_STAGES=tiles.band_stages, num_warps=tiles.warps, num_stages=tiles.stages,
         )  # fmt: skip
     if L.values:
         _fold_values(L, out, o, lse, shape, tma)
@@ -101,7 +101,7 @@ def prepare_rows(L, qx, kx, vx, grads, qtables, ktables, vtables, functions=(), 
         L.q.strides, L.k.strides, L.v.strides, do.strides, o.strides, (0, 0, 0) if dlse is None else dlse.stride(), L.c,
         L.H, L.G, L.B, L.Tq, L.Tk, D=L.d, DV=L.dv, BD=L.BD, BV=L.BV, N=64, EDGES=tuple(f[1] for f in functions),
         SIDES=L.sides, SHIFT_Q=bool(qtables), SHIFT_K=bool(ktables), SHIFT_V=bool(vtables), GRADS=grads is not None,
-        DLSE=dlse is not None, num_warps=4,
+        DLSE=dlse is not None, PREC=L.precision, num_warps=4,
     )  # fmt: skip
 
 
@@ -122,7 +122,7 @@ def project_scores(L: Layout, block: tuple[int, int], h0: int, heads: int, shape
         else:
             made[n] = L.share_of_kept(n, L.block_of(L.forward_tiles()), h0, heads)
         if not made_before:
-            x, group = (L.k, L.G) if port.kind == "key" else (L.lefts[n], 1)
+            x, group = (L.factors[1], L.G) if port.kind == "key" else (L.left_factor(n), 1)
             L.project(n, x, group, made[n], L.c, h0, heads, made[n].geometry.tile, shape)
     return made
 
@@ -143,10 +143,11 @@ def store_probabilities(L: Layout, made: dict, lse: Tensor, tiles: Tiles, h0: in
     """P of the band, as dropout leaves it, in a skewed buffer of q's dtype."""
     out = L.buffer(L.geometry(False, (BLOCK, BLOCK)), heads, L.dtype)
     functions, terms, zs = terms_of(L, made, tiles, tma)
+    q, k, _ = L.factors
     launch(
-        probabilities, (cdiv(L.Tq, tiles.queries) * L.B * heads,), L.q(tiles.queries, L.BD, tma),
-        L.k(tiles.keys, L.BD, tma), lse, terms, *zs, L.storing(out), out.descriptor(tiles.queries, tiles.keys, tma),
-        L.mask.rule, L.mask.queries, L.seed, L.q.strides, L.k.strides, L.c, L.inverse, L.drop, L.H, L.G, h0, heads, L.B,
+        probabilities, (cdiv(L.Tq, tiles.queries) * L.B * heads,), q(tiles.queries, L.BD, tma),
+        k(tiles.keys, L.BD, tma), lse, terms, *zs, L.storing(out), out.descriptor(tiles.queries, tiles.keys, tma),
+        L.mask.rule, L.mask.queries, L.seed, q.strides, k.strides, L.c, L.inverse, L.drop, L.H, L.G, h0, heads, L.B,
         L.Tq, L.Tk, L.call.offset, L.lo, L.hi, L.mask.left, L.mask.right, L.mask.batch, D=L.d, BD=L.BD,
         BM=tiles.queries, BN=tiles.keys, UNIT=BLOCK, BANDS=tuple(f[0] for f in functions), SIDES=L.sides,
         RANGED=L.mask.ranged, MASKED=L.masked(), DROPOUT=L.call.dropout_p > 0.0, PREC=L.precision, TMA=tma,

@@ -16,6 +16,7 @@ from .cached import cached
 from .config import Limits, Tiles, forward_tiles
 from .launch import cdiv, launch, next_power_of_2
 from .masks import BLOCK, Masking, dropping
+from .operands import rounded
 from .project import expand, project, toeplitz
 from .terms import (
     FAR,
@@ -165,6 +166,7 @@ class Layout(Facts):
         self.tables = [_table(p, self.dtype) for p in self.ports]
         self.lefts = [self._left(p) for p in self.ports]
         self.lookups: dict = {}
+        self.left_factors: dict = {}
         self.ends = [end_rows(p.rows) for p in self.ports]
         self.anchor = call.q
         self.drop = dropping(call.dropout_p)
@@ -172,6 +174,24 @@ class Layout(Facts):
         self.seed = self.anchor if call.seed is None else call.seed
         self.keeping = kept
         self.precision = _precision(call)
+
+    def factor(self, x: Source) -> Source:
+        """x as products read it: rounded to TF32 in memory where that is asked for."""
+        return Source(rounded(x.x)) if self.precision == "tf32" else x
+
+    @cached_property
+    def factors(self) -> tuple[Source, Source, Source]:
+        """q, k and v as products read them."""
+        return self.factor(self.q), self.factor(self.k), self.factor(self.v)
+
+    def left_factor(self, n: int) -> Source | None:
+        """The left factor of port n as products read it."""
+        if self.ports[n].kind != "query":
+            return self.lefts[n]
+        if n not in self.left_factors:
+            own = self.ports[n].left is None
+            self.left_factors[n] = self.factors[0] if own else self.factor(self.lefts[n])
+        return self.left_factors[n]
 
     @cached_property
     def mask(self) -> Masking:
@@ -248,7 +268,10 @@ class Layout(Facts):
 
     def _lookup(self, n: int, g: Geometry) -> Lookup:
         rows, table = self.ports[n].rows, self.tables[n]
-        table = table.unsqueeze(-1) if table.dim() == 2 else table
+        if table.dim() == 2:
+            table = table.unsqueeze(-1)
+        elif self.precision == "tf32":
+            table = rounded(table.unsqueeze(0))[0]
         heads = 0 if table.shape[0] == 1 else table.stride(0)
         # δ = start + step · (column − first)
         start, step = (g.first - g.top, 1) if g.keyed else (g.top - g.first, -1)

@@ -9,6 +9,7 @@ expanded to such a table.
 import triton
 import triton.language as tl
 
+from .operands import operand
 from .tiles import load_rows
 
 _RUNTIME = [
@@ -157,7 +158,8 @@ def ends(tables, h, d, D: tl.constexpr, SIDE: tl.constexpr):
 
 
 @triton.jit
-def _shift(x, sx, out, tables, b, h, hk, first, T, B, H, D: tl.constexpr, W: tl.constexpr, N: tl.constexpr):
+def _shift(x, sx, out, tables, b, h, hk, first, T, B, H, D: tl.constexpr, W: tl.constexpr, N: tl.constexpr,
+           PREC: tl.constexpr):  # fmt: skip
     """out[side, b, h, t] = x[b, hk, t] + Σ of the tables' rows at that end; out is contiguous."""
     d = tl.arange(0, W)
     tile = load_rows(x, sx, b, hk, first, T, D, N, W, False)
@@ -165,15 +167,15 @@ def _shift(x, sx, out, tables, b, h, hk, first, T, B, H, D: tl.constexpr, W: tl.
     for side in tl.static_range(2):
         row = tl.cast((side * B + b) * H + h, tl.int64) * T + i
         value = tile.to(tl.float32) + ends(tables, h, d, D, side)[None, :]
-        tl.store(out + row[:, None] * D + d[None, :], value.to(out.dtype.element_ty),
-                 mask=(i[:, None] < T) & (d[None, :] < D))  # fmt: skip
+        value = operand(value.to(out.dtype.element_ty), PREC)
+        tl.store(out + row[:, None] * D + d[None, :], value, mask=(i[:, None] < T) & (d[None, :] < D))
 
 
 @triton.jit(do_not_specialize=_RUNTIME)
 def prepare(q, k, v, g, o, lse, dlse, qx, kx, vx, stats, pad, terms, qtables, ktables, vtables, sq, sk, sv, sg, so, sl,
             scale, H, G, B, Tq, Tk, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr,
             N: tl.constexpr, EDGES: tl.constexpr, SIDES: tl.constexpr, SHIFT_Q: tl.constexpr, SHIFT_K: tl.constexpr,
-            SHIFT_V: tl.constexpr, GRADS: tl.constexpr, DLSE: tl.constexpr):  # fmt: skip
+            SHIFT_V: tl.constexpr, GRADS: tl.constexpr, DLSE: tl.constexpr, PREC: tl.constexpr):  # fmt: skip
     """Everything that is once a row: shifted q, k, v; Δ = rowsum(dO∘O) − dlse; and lse in log2 units, three times.
 
     stats holds [lse of the band, lse of either saturated side, Δ] by [head, query], rows padded to `pad`. A side's lse
@@ -187,7 +189,7 @@ def prepare(q, k, v, g, o, lse, dlse, qx, kx, vx, stats, pad, terms, qtables, kt
     h = bh % H
     if tl.program_id(1) == 0:
         if SHIFT_Q:
-            _shift(q, sq, qx, qtables, b, h, h, first, Tq, B, H, D, BD, N)
+            _shift(q, sq, qx, qtables, b, h, h, first, Tq, B, H, D, BD, N, PREC)
         if GRADS:
             i = first + tl.arange(0, N)
             plane = tl.cast(B * H, tl.int64) * pad
@@ -214,6 +216,6 @@ def prepare(q, k, v, g, o, lse, dlse, qx, kx, vx, stats, pad, terms, qtables, kt
                 tl.store(at + (side + 1) * plane, value, mask=i < pad)
     else:
         if SHIFT_K:
-            _shift(k, sk, kx, ktables, b, h, h // G, first, Tk, B, H, D, BD, N)
+            _shift(k, sk, kx, ktables, b, h, h // G, first, Tk, B, H, D, BD, N, PREC)
         if SHIFT_V:
-            _shift(v, sv, vx, vtables, b, h, h // G, first, Tk, B, H, DV, BV, N)
+            _shift(v, sv, vx, vtables, b, h, h // G, first, Tk, B, H, DV, BV, N, PREC)
