@@ -106,12 +106,12 @@ def overlap(args) -> list[dict]:
         layout = TileLayout(config, T, T, device="cuda")
         tiles = layout.layers[0]
         z = [layout.buffer(1, H, torch.float16, torch.device("cuda")).normal_() for _ in range(2)]
-        options = Options(D**-0.5, 1, 0.0, 0.0, config.tile, True, layout.back, [True], torch.float16)
-        plain = options._replace(rounded=[False])
+        options = Options(D**-0.5, 1, 0.0, 0.0, config.tile, True, layout.back, (True,), torch.float16)
+        plain = options._replace(rounded=(False,))
 
         def layer(read, write, options=options, accumulate=False, q=q, k=k, v=v, tiles=tiles):
             x = [t.detach() for t in (q[0], k[0], v[0])]
-            return lambda: kernels.forward(x[:1], x[1:2], x[2], [], [], [tiles.lo], [tiles.hi], tiles.rows,
+            return lambda: kernels.forward(x[:1], x[1:2], x[2], [], [], tiles.bounds, tiles.rows,
                                            read, write, accumulate, None, None, options)  # fmt: skip
 
         runs = {

@@ -85,11 +85,11 @@ def layer(name, config, *, T=4096, H=20, Hk=4, d=128, count=1, z_in=False, z_out
     tiles = layout.layers[0]
     buffer = lambda dtype: torch.empty(1, H, layout.slots, config.tile, config.tile, dtype=dtype, device="meta")  # noqa: E731
     centre = [torch.empty(1, Hk, d, device="meta") for _ in range(count)] if z_in or z_out or own else []
-    options = Options(d**-0.5, 1, 0.0, 0.0, config.tile, True, layout.back, [z_out] * count, torch.float16,
+    options = Options(d**-0.5, 1, 0.0, 0.0, config.tile, True, layout.back, (z_out,) * count, torch.float16,
                       layout.plain, tiles.window)  # fmt: skip
     O = torch.empty_like(q[0])
     lse = torch.empty(1, H, T, device="meta")
-    bounds = ([tiles.lo], [tiles.hi], tiles.rows)
+    bounds = (tiles.bounds, tiles.rows)
     if forward:
         z = [buffer(torch.float16) if wanted else None for wanted in (z_in, z_out)]
         kernels.forward(q, k, v, [], centre, *bounds, *z, accumulate, None, None, options)

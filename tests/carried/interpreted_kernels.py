@@ -112,10 +112,10 @@ def check_packing():
         q, k, v = ([x.detach() for x in g] for g in inputs(layers=1, H=2, Hk=1, d=16, T=70, dtype=F16))
         layout = TileLayout(config, 70, 70, mask)
         tiles, found = layout.layers[0], []
-        numbers = Options(0.25, 1, 0.0, 0.0, 16, True, layout.back, [True], F16)
+        numbers = Options(0.25, 1, 0.0, 0.0, 16, True, layout.back, (True,), F16)
         for kernels in (blocked, launch):
             z = torch.full((1, 2, layout.slots, 16, 16), torch.nan, dtype=F16)
-            lists = ([], [k[0].float().mean(2)], [tiles.lo], [tiles.hi])
+            lists = ([], [k[0].float().mean(2)], tiles.bounds)
             kernels.forward(q, k, v[0], *lists, tiles.rows, None, z, False, None, None, numbers)
             dense = torch.zeros(2, 80, 80)
             for m, (base, first, end, *_) in enumerate(tiles.rows.t().tolist()):

@@ -46,7 +46,7 @@ def test_blocks_find_their_kernels_compiled(monkeypatch, programs, label):
     count = len(Options._fields) + 1
     for name in ("forward", "backward"):
         host = getattr(launch, name)
-        real = SimpleNamespace(default=lambda *x, host=host: host(*x[:-count], Options(*x[-count:-1])))
+        real = SimpleNamespace(default=lambda *x, host=host: host(*x[:-count], Options.of(x[-count:-1])))
         monkeypatch.setattr(torch.ops.tilewise, f"carried_{name}", real)
     T, window = kernels.SHAPES[label]
     for plan in ("none", "mixed"):

@@ -129,7 +129,7 @@ def on_meta(monkeypatch):
     for name in ("forward", "backward"):
         # The operators themselves would only say the results' shapes for meta tensors.
         host = getattr(launch, name)
-        real = SimpleNamespace(default=lambda *x, host=host: host(*x[:-count], Options(*x[-count:-1])))
+        real = SimpleNamespace(default=lambda *x, host=host: host(*x[:-count], Options.of(x[-count:-1])))
         monkeypatch.setattr(torch.ops.tilewise, f"carried_{name}", real)
     return launches
 

@@ -134,22 +134,22 @@ def operands(n, stored):
     layer = layout.layers[0]
     z = torch.zeros(1, 4, layout.slots, 16, 16, dtype=torch.float16) if stored else None
     gain, centre = [torch.rand(4)] * n, [x.mean(2) for x in k]
-    lists = (q, k, v[0], gain, centre, [layer.lo], [layer.hi], layer.rows)
+    lists = (q, k, v[0], gain, centre, layer.bounds, layer.rows)
     options = (*OPTIONS[:7], [stored] * n, *OPTIONS[8:])
     return lists, layer, z, options
 
 
 @pytest.mark.parametrize(("n", "stored"), [(1, True), (3, False)])
 def test_operator_contracts(n, stored):
-    (q, k, v, gain, centre, lo, hi, rows), layer, z, options = operands(n, stored)
+    (q, k, v, gain, centre, bounds, rows), layer, z, options = operands(n, stored)
     sink = torch.rand(4)
     forward, backward = torch.ops.tilewise.carried_forward.default, torch.ops.tilewise.carried_backward.default
-    args = (q, k, v, gain, centre, lo, hi, rows, None, z, stored, sink, None, *options)
+    args = (q, k, v, gain, centre, bounds, rows, None, z, stored, sink, None, *options)
     torch.library.opcheck(forward, args)
     O, lse = forward(*args)
     e = None if z is None else torch.zeros(z.shape, dtype=torch.bfloat16)
     flags = (False, e, stored, stored, not stored)
-    args = (O, q, k, v, O, lse, gain, centre, lo, hi, rows, layer.columns, z, *flags, sink, None, *options)
+    args = (O, q, k, v, O, lse, gain, centre, bounds, rows, layer.columns, z, *flags, sink, None, *options)
     torch.library.opcheck(backward, args)
 
 

@@ -7,14 +7,14 @@ from torch import Tensor
 
 from ..dropout import keep
 from .config import Options
+from .layout import by_token
 
 __all__ = ["backward", "forward"]
 
 
 def forward(
-    q: list[Tensor], k: list[Tensor], v: Tensor, gain: list[Tensor], centre: list[Tensor], lo: list[Tensor],
-    hi: list[Tensor], rows: Tensor, z_in: Tensor | None, z_out: Tensor | None, accumulate: bool, sink: Tensor | None,
-    seed: Tensor | None, opt: Options,
+    q: list[Tensor], k: list[Tensor], v: Tensor, gain: list[Tensor], centre: list[Tensor], bounds: Tensor, rows: Tensor,
+    z_in: Tensor | None, z_out: Tensor | None, accumulate: bool, sink: Tensor | None, seed: Tensor | None, opt: Options,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """O [B, H, Tq, d_v] and lse [B, H, Tq] (fp32 or fp64; +∞ for rows that see no key, so that exp(S − lse) = 0).
 
@@ -22,14 +22,16 @@ def forward(
     carry that enters the first entry is read from `z_in`, or from `z_out` if `accumulate`; what leaves the last is
     written to `z_out`. Carries are ΣQKᵀ without the scale. With `centre` (for each layer [B, Hk, d], the mean of its
     keys) K less its mean takes the place of K: every row is shifted by a number, which the softmax does not see.
+    `bounds` is int32 [n, 2, 1 or B, Tq]: which keys a row sees in the last n layers. O is [B, Tq, H, d_v] in memory, as
+    projections take it.
     """
     B, H, Tq, _ = q[-1].shape
     real = _compute_dtype(v)
     v_all = v.to(real)
-    O, lse = v.new_empty(B, H, Tq, v.shape[-1]), v.new_empty(B, H, Tq, dtype=real)
+    O, lse = by_token(v, B, H, Tq, v.shape[-1]), v.new_empty(B, H, Tq, dtype=real)
     source = z_out if accumulate else z_in
     for m, plan in enumerate(rows.t().tolist()):
-        row = _Row(m, plan, Tq, v.shape[2], lo, hi, opt)
+        row = _Row(m, plan, Tq, v.shape[2], bounds, opt)
         if row.empty:
             O[:, :, row.rows] = 0
             lse[:, :, row.rows] = torch.inf if sink is None else sink.to(real)[:, None]
@@ -56,13 +58,13 @@ def forward(
 
 def backward(
     dO: Tensor, q: list[Tensor], k: list[Tensor], v: Tensor, O: Tensor, lse: Tensor, gain: list[Tensor],
-    centre: list[Tensor], lo: list[Tensor], hi: list[Tensor], rows: Tensor, columns: Tensor, z: Tensor | None,
-    z_is_own: bool, e: Tensor | None, read_e: bool, write_e: bool, push: bool, sink: Tensor | None,
-    seed: Tensor | None, opt: Options,
+    centre: list[Tensor], bounds: Tensor, rows: Tensor, columns: Tensor, z: Tensor | None, z_is_own: bool,
+    e: Tensor | None, read_e: bool, write_e: bool, push: bool, sink: Tensor | None, seed: Tensor | None, opt: Options,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """dQ, dK, dV, dβ and dsink; dQ, dK and dβ of every summed layer if `push`, else of the last, stacked in front.
 
-    Pushed dQ and dK are fp32 (fp64 for fp64): other layers' are added to them.
+    Pushed dQ and dK are fp32 (fp64 for fp64): other layers' are added to them. Gradients are [B, T, heads, d] in
+    memory.
 
     `z` holds this layer's own scores if `z_is_own`, else the carry that enters the first summed layer. `e` is the
     gradient of the carry: read (E_{i+1}, what the next layer asks of this layer's scores) and overwritten by what this
@@ -78,7 +80,7 @@ def backward(
     delta = (dO.to(real) * O.to(real)).sum(-1)
     v_all = v.to(real)
     for m, plan in enumerate(rows.t().tolist()):
-        row = _Row(m, plan, Tq, v.shape[2], lo, hi, opt)
+        row = _Row(m, plan, Tq, v.shape[2], bounds, opt)
         if row.empty:
             continue
         taken: list[Tensor | None] = [None] * len(q)
@@ -114,25 +116,22 @@ def backward(
         share = (sink.to(real)[:, None] - lse).exp().masked_fill(torch.isinf(lse), 0.0)
         dsink = -(share * delta).sum((0, 2))
     kept = real if push else v.dtype
-    return dq.to(kept), dk.to(kept), dv.to(v.dtype), dgain, dsink
+    return _by_token(dq, kept), _by_token(dk, kept), _by_token(dv, v.dtype), dgain, dsink
 
 
 class _Row:
     """One row of tiles: its queries, the keys its live tiles span, and its place in packed buffers."""
 
-    def __init__(
-        self, m: int, plan: list[int], Tq: int, Tk: int, lo: list[Tensor], hi: list[Tensor], opt: Options
-    ) -> None:
+    def __init__(self, m: int, plan: list[int], Tq: int, Tk: int, bounds: Tensor, opt: Options) -> None:
         self.tile, self.base = opt.tile, plan[0]
         self.own, self.before, self.after = tuple(plan[1:3]), tuple(plan[3:5]), tuple(plan[5:7])
         self.empty = self.own[0] >= self.own[1]
         self.rows = slice(m * self.tile, min((m + 1) * self.tile, Tq))
         self.columns = slice(self.own[0] * self.tile, min(self.own[1] * self.tile, Tk))
         if not self.empty:
-            j = torch.arange(self.columns.start, self.columns.stop, device=lo[0].device)
+            j = torch.arange(self.columns.start, self.columns.stop, device=bounds.device)
             self.seen = [
-                ((j >= a[:, self.rows, None]) & (j < b[:, self.rows, None]))[:, None]
-                for a, b in zip(lo, hi, strict=True)
+                ((j >= a[:, self.rows, None]) & (j < b[:, self.rows, None]))[:, None] for a, b in bounds.unbind()
             ]
 
     def _part(self, span: tuple[int, int]) -> tuple[int, int]:
@@ -212,6 +211,10 @@ def _reduced(x: Tensor, y: Tensor, Hk: int) -> Tensor:
     """Σ over the query heads of a key head of xᵀ y: x [B, H, R, C], y [B, H, R, D] to [B, Hk, C, D]."""
     B, _, _, C = x.shape
     return x.reshape(B, Hk, -1, C).mT @ y.reshape(B, Hk, -1, y.shape[-1])
+
+
+def _by_token(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return by_token(x, *x.shape, dtype=dtype).copy_(x)
 
 
 def _saturate(x: Tensor, dtype: torch.dtype) -> Tensor:

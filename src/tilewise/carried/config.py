@@ -171,7 +171,13 @@ class Options(NamedTuple):
     tile: int
     uniform: bool
     back: int
-    rounded: Sequence[bool]
+    rounded: tuple[bool, ...]
     carry_dtype: torch.dtype
     plain: bool = False
     window: int = 0
+
+    @classmethod
+    def of(cls, values: Sequence) -> Options:
+        """Options that can be the key of a table, from values as an operator takes them."""
+        options = cls(*values)
+        return options._replace(rounded=tuple(options.rounded))

@@ -8,14 +8,15 @@ from torch import Tensor
 from ..mask import UNBOUNDED, Mask
 from .config import CarriedConfig
 
-__all__ = ["LayerTiles", "TileLayout"]
+__all__ = ["LayerTiles", "TileLayout", "by_token"]
 
 
 class LayerTiles:
     """What one layer of a block needs to know; a plain class, so that no framework walks into it and casts it.
 
     Attributes:
-        lo, hi: int32 [1 or B, Tq]: row i of sequence b sees the keys lo ≤ j < hi; lo = hi = 0 for a row that sees none.
+        bounds: int32 [1, 2, 1 or B, Tq], of which lo and hi are views: row i of sequence b sees the keys lo ≤ j < hi;
+            lo = hi = 0 for a row that sees none.
         rows: int32 [9, ⌈Tq/tile⌉], per tile row m: ``base`` (tile (m, n) is packed at base + n), then first and end
             (exclusive) of the tiles n that are live in this layer, in the one before, in the one after, and of those
             of which this layer sees every element.
@@ -24,8 +25,16 @@ class LayerTiles:
         window: if not 0, query i sees the keys i − window < j ≤ i and no tensor is needed to say so.
     """
 
-    def __init__(self, lo: Tensor, hi: Tensor, rows: Tensor, columns: Tensor, window: int = 0) -> None:
-        self.lo, self.hi, self.rows, self.columns, self.window = lo, hi, rows, columns, window
+    def __init__(self, bounds: Tensor, rows: Tensor, columns: Tensor, window: int = 0) -> None:
+        self.bounds, self.rows, self.columns, self.window = bounds, rows, columns, window
+
+    @property
+    def lo(self) -> Tensor:
+        return self.bounds[0, 0]
+
+    @property
+    def hi(self) -> Tensor:
+        return self.bounds[0, 1]
 
 
 class TileLayout:
@@ -40,6 +49,7 @@ class TileLayout:
         back: if not −1, every tile row m holds the tiles m − back … m as far as they exist, so that a kernel can
             compute where a row starts instead of reading it.
         plain: whether all layers are causal and nothing else.
+        bounds: int32 [layers, 2, 1 or B, Tq], of all layers.
 
     Args:
         config: the block's options.
@@ -89,11 +99,16 @@ class TileLayout:
         self.layers: list[LayerTiles] = []
         count = (Tk + self.tile - 1) // self.tile
         columns = {kind: _columns(*spans[kind], *wholes[kind], count) for kind in spans}
+        self.bounds = torch.stack([torch.stack(seen[kind]) for kind in kinds])
         for i, kind in enumerate(kinds):
             before, after = kinds[max(i - 1, 0)], kinds[min(i + 1, config.layers - 1)]
             rows = torch.stack((base, *spans[kind], *spans[before], *spans[after], *wholes[kind])).to(torch.int32)
             window = 0 if not said else UNBOUNDED if kind is None else kind
-            self.layers.append(LayerTiles(*seen[kind], rows, columns[kind], window))
+            self.layers.append(LayerTiles(self.bounds[i : i + 1], rows, columns[kind], window))
+
+    def span(self, layer: int, count: int) -> Tensor:
+        """Bounds of `count` layers up to `layer`; of one where all see the same keys."""
+        return self.layers[layer].bounds if self.uniform else self.bounds[layer - count + 1 : layer + 1]
 
     @property
     def slots(self) -> int:
@@ -121,6 +136,12 @@ class TileLayout:
     def nbytes(self, B: int, H: int, itemsize: int = 2) -> int:
         """Bytes of one packed buffer."""
         return B * H * self.slots * self.tile**2 * itemsize
+
+
+def by_token(like: Tensor, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+    """Room for […, heads, T, d] that is […, T, heads, d] in memory."""
+    *outer, heads, T, d = shape
+    return like.new_empty(*outer, T, heads, d, dtype=dtype or like.dtype).transpose(-3, -2)
 
 
 def _intervals(mask: Mask, Tq: int, Tk: int, offset: int, device: torch.device | str) -> tuple[Tensor, Tensor]:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from . import blocked
 from .config import Options
+from .layout import by_token
 
 __all__ = ["LayerCall", "attend", "gradient_edge"]
 
@@ -20,13 +21,13 @@ _OPTIONS = (
 )
 _LIBRARY = torch.library.Library("tilewise", "FRAGMENT")
 _LIBRARY.define(
-    "carried_forward(Tensor[] q, Tensor[] k, Tensor v, Tensor[] gain, Tensor[] centre, Tensor[] lo, Tensor[] hi, "
-    "Tensor rows, Tensor? z_in, Tensor(a!)? z_out, bool accumulate, Tensor? sink, Tensor? seed, "
+    "carried_forward(Tensor[] q, Tensor[] k, Tensor v, Tensor[] gain, Tensor[] centre, Tensor bounds, Tensor rows, "
+    " Tensor? z_in, Tensor(a!)? z_out, bool accumulate, Tensor? sink, Tensor? seed, "
     f"{_OPTIONS}) -> (Tensor, Tensor)"
 )
 _LIBRARY.define(
     "carried_backward(Tensor dO, Tensor[] q, Tensor[] k, Tensor v, Tensor O, Tensor lse, Tensor[] gain, "
-    "Tensor[] centre, Tensor[] lo, Tensor[] hi, Tensor rows, Tensor columns, Tensor? z, bool z_is_own, Tensor(a!)? e, "
+    "Tensor[] centre, Tensor bounds, Tensor rows, Tensor columns, Tensor? z, bool z_is_own, Tensor(a!)? e, "
     "bool read_e, bool write_e, bool push, Tensor? sink, Tensor? seed, "
     f"{_OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
@@ -43,15 +44,33 @@ def _kernels(impl: str) -> ModuleType:
 
 def _forward(*args):
     *tensors, impl = args
-    # Autocast would round the fp32 products inside.
-    with torch.autocast(args[2].device.type, enabled=False):
-        return _kernels(impl).forward(*tensors[:-_NUMBERS], Options(*tensors[-_NUMBERS:]))
+    return run_forward(impl, tensors[:-_NUMBERS], Options.of(tensors[-_NUMBERS:]))
 
 
 def _backward(*args):
     *tensors, impl = args
-    with torch.autocast(args[0].device.type, enabled=False):
-        return _kernels(impl).backward(*tensors[:-_NUMBERS], Options(*tensors[-_NUMBERS:]))
+    return run_backward(impl, tensors[:-_NUMBERS], Options.of(tensors[-_NUMBERS:]))
+
+
+def run_forward(impl: str, args: Sequence, options: Options) -> tuple[Tensor, Tensor]:
+    """The operator's own work."""
+    host = _kernels(impl).forward
+    kind = args[2].device.type
+    if not torch.is_autocast_enabled(kind):
+        return host(*args, options)
+    # Autocast would round the fp32 products inside.
+    with torch.autocast(kind, enabled=False):
+        return host(*args, options)
+
+
+def run_backward(impl: str, args: Sequence, options: Options) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The operator's own work."""
+    host = _kernels(impl).backward
+    kind = args[0].device.type
+    if not torch.is_autocast_enabled(kind):
+        return host(*args, options)
+    with torch.autocast(kind, enabled=False):
+        return host(*args, options)
 
 
 _LIBRARY.impl("carried_forward", _forward, "CompositeExplicitAutograd")
@@ -62,19 +81,19 @@ _LIBRARY.impl("carried_backward", _backward, "CompositeExplicitAutograd")
 def _forward_fake(q, k, v, *_):
     B, H, Tq, _ = q[-1].shape
     real = torch.float64 if v.dtype == torch.float64 else torch.float32
-    return v.new_empty(B, H, Tq, v.shape[-1]), v.new_empty(B, H, Tq, dtype=real)
+    return by_token(v, B, H, Tq, v.shape[-1]), v.new_empty(B, H, Tq, dtype=real)
 
 
 @torch.library.register_fake("tilewise::carried_backward")
 def _backward_fake(
-    dO, q, k, v, O, lse, gain, centre, lo, hi, rows, columns, z, z_is_own, e, read_e, write_e, push, sink, *_
+    dO, q, k, v, O, lse, gain, centre, bounds, rows, columns, z, z_is_own, e, read_e, write_e, push, sink, *_
 ):  # fmt: skip
     n, H = len(q) if push else 1, q[-1].shape[1]
     real = torch.float64 if v.dtype == torch.float64 else torch.float32
     dgain = v.new_empty(n if gain else 0, H, dtype=real)
     dsink = v.new_empty(0 if sink is None else H, dtype=real)
-    dq, dk = (x.new_empty(n, *x.shape, dtype=real if push else x.dtype) for x in (q[-1], k[-1]))
-    return dq, dk, v.new_empty(v.shape), dgain, dsink
+    dq, dk = (by_token(x, n, *x.shape, dtype=real if push else x.dtype) for x in (q[-1], k[-1]))
+    return dq, dk, by_token(v, *v.shape), dgain, dsink
 
 
 class LayerCall(NamedTuple):
@@ -101,12 +120,17 @@ class LayerCall(NamedTuple):
     links: bool
     grad_dtype: torch.dtype
 
+    def options_of(self, count: int) -> Options:
+        """The options where the last `count` layers are summed."""
+        options = self.options if isinstance(self.options, Options) else Options(*self.options)
+        return options if count == len(options.rounded) else options._replace(rounded=options.rounded[-count:])
+
 
 def attend(
     call: LayerCall, q: Sequence[Tensor], k: Sequence[Tensor], v: Tensor, gain: Sequence[Tensor],
-    centre: Sequence[Tensor], lo: Sequence[Tensor], hi: Sequence[Tensor], rows: Tensor, columns: Tensor,
-    z_in: Tensor | None, z_out: Tensor | None, token: Tensor | None, sink: Tensor | None, seed: Tensor | None,
-    shape: tuple[int, ...], edges: Sequence[Tensor] = (),
+    centre: Sequence[Tensor], bounds: Tensor, rows: Tensor, columns: Tensor, z_in: Tensor | None, z_out: Tensor | None,
+    token: Tensor | None, sink: Tensor | None, seed: Tensor | None, shape: tuple[int, ...],
+    edges: Sequence[Tensor] = (),
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """O of one layer, and the token whose gradient is E: the edge by which the layers' backward passes are ordered.
 
@@ -115,61 +139,100 @@ def attend(
     meet, and every backward starts from its own. `edges` are :func:`gradient_edge` of all of q, then of all of k, where
     gradients are pushed.
     """
+    # Dynamo takes no object of ours as an argument, and eager mode pays for every number of a list.
+    plain = _untraced(v)
     return _Layer.apply(
-        tuple(call.options), call.impl, call.forward, call.backward, call.accumulate, call.saved, call.push, call.links,
-        call.grad_dtype, tuple(shape), (len(q), len(gain), len(centre), len(lo), len(edges)),
-        token, v, sink, seed, rows, columns, z_in, z_out, *q, *k, *gain, *centre, *lo, *hi, *edges,
+        call if plain else (*call._replace(options=tuple(call.options)),), plain, tuple(shape),
+        (len(q), len(gain), len(centre), len(edges)), token, v, sink, seed, bounds, rows, columns, z_in, z_out,
+        *q, *k, *gain, *centre, *edges,
     )  # fmt: skip
+
+
+def _untraced(x: Tensor) -> bool:
+    """Whether nothing looks at operators: then their work is done without the dispatcher, which is slow in Python."""
+    return not (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack()
+        or torch.jit.is_tracing()
+        or type(x) not in _PLAIN
+        or x.is_meta
+    )
+
+
+_PLAIN = (Tensor, torch.nn.Parameter)
 
 
 class _Layer(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx, options, impl, n_forward, n_backward, accumulate, saved, push, links, grad_dtype, shape, counts,
-        token, v, sink, seed, rows, columns, z_in, z_out, *tensors,
+        ctx, call, plain, shape, counts, token, v, sink, seed, bounds, rows, columns, z_in, z_out, *tensors
     ):  # fmt: skip
-        n, n_gain, n_centre, n_bounds, _ = counts
-        q, k, gain, centre, lo, hi = _split(tensors, n, n, n_gain, n_centre, n_bounds, n_bounds)
-        O, lse = torch.ops.tilewise.carried_forward.default(
-            *(_last(x, n_forward) for x in (q, k)), v, *(_last(x, n_forward) for x in (gain, centre, lo, hi)),
-            rows, z_in,
-            z_out, accumulate, sink, seed, *_options(options, n_forward), impl,
+        call = call if plain else LayerCall(*call)
+        n, n_gain, n_centre, _ = counts
+        q, k, gain, centre, _ = _split(tensors, n, n, n_gain, n_centre)
+        m = call.forward
+        args = (
+            q[-m:],
+            k[-m:],
+            v,
+            gain[-m:],
+            centre[-m:],
+            _last(bounds, m),
+            rows,
+            z_in,
+            z_out,
+            call.accumulate,
+            sink,
+            seed,
+        )
+        if plain:
+            O, lse = run_forward(call.impl, args, call.options_of(m))
+        else:
+            O, lse = torch.ops.tilewise.carried_forward.default(*args, *_listed(call.options_of(m)), call.impl)
+        m = call.backward
+        z = z_in if call.saved == "entering" else z_out if call.saved == "own" else None
+        kept = (q[-m:], k[-m:], gain[-m:], centre[-m:])
+        ctx.save_for_backward(
+            v, O, lse, _last(bounds, m), rows, columns, z, sink, seed, *kept[0], *kept[1], *kept[2], *kept[3]
         )  # fmt: skip
-        z = {"none": None, "entering": z_in, "own": z_out}[saved]
-        kept = [x for group in (q, k, gain, centre, lo, hi) for x in _last(group, n_backward)]
-        ctx.save_for_backward(v, O, lse, rows, columns, z, sink, seed, *kept)
-        ctx.counts = tuple(len(_last(group, n_backward)) for group in (q, k, gain, centre, lo, hi))
-        ctx.call = (options, impl, n_backward, saved, push, grad_dtype, shape, counts)
-        ctx.chained = token is not None
+        ctx.given = (call if plain else tuple(call), plain, shape, counts, [len(x) for x in kept], token is not None)
         ctx.set_materialize_grads(False)
-        return O, v.new_empty(1, dtype=grad_dtype).expand(shape) if links else None
+        return O, v.new_empty(1, dtype=call.grad_dtype).expand(shape) if call.links else None
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, dO, e):
-        options, impl, n_backward, saved, push, grad_dtype, shape, (n, n_gain, n_centre, n_bounds, n_edges) = ctx.call
-        v, O, lse, rows, columns, z, sink, seed, *rest = ctx.saved_tensors
-        q, k, gain, centre, lo, hi = _split(rest, *ctx.counts)
-        read_e, write_e = e is not None, ctx.chained
+        call, plain, shape, (n, n_gain, n_centre, n_edges), counts, write_e = ctx.given
+        call = call if plain else LayerCall(*call)
+        v, O, lse, bounds, rows, columns, z, sink, seed, *rest = ctx.saved_tensors
+        q, k, gain, centre, _ = _split(rest, *counts)
         if dO is None:
             dO = torch.zeros_like(O)
+        read_e = e is not None
         if read_e:
             e = e.contiguous()
         elif write_e:
-            e = torch.empty(shape, dtype=grad_dtype, device=v.device)
-        dq, dk, dv, dgain, dsink = torch.ops.tilewise.carried_backward.default(
-            dO, q, k, v, O, lse, gain, centre, lo, hi, rows, columns, z, saved == "own", e, read_e,
-            write_e, push, sink, seed, *_options(options, n_backward), impl,
-        )  # fmt: skip
-        fill = lambda grads, count: [None] * (count - len(grads)) + list(grads)  # noqa: E731
+            e = torch.empty(shape, dtype=call.grad_dtype, device=v.device)
+        args = (dO, q, k, v, O, lse, gain, centre, bounds, rows, columns, z, call.saved == "own", e, read_e, write_e,
+                call.push, sink, seed)  # fmt: skip
+        m = call.backward
+        if plain and _untraced(v):
+            dq, dk, dv, dgain, dsink = run_backward(call.impl, args, call.options_of(m))
+        else:
+            numbers = _listed(call.options_of(m))
+            dq, dk, dv, dgain, dsink = torch.ops.tilewise.carried_backward.default(*args, *numbers, call.impl)
         dgain = [g.to(b.dtype) for g, b in zip(dgain, gain[len(gain) - len(dgain) :], strict=True)]
-        own = [*fill(dq, n), *fill(dk, n)]
-        through = own if n_edges else []
+        own = [*_filled(dq, n), *_filled(dk, n)]
+        dsink = None if sink is None else dsink.to(sink.dtype)
         return (
-            *(None,) * 11, e if write_e else None, dv, None if sink is None else dsink.to(sink.dtype), *(None,) * 5,
-            *([None] * (2 * n) if n_edges else own), *fill(dgain, n_gain), *(None,) * (n_centre + 2 * n_bounds),
-            *through,
+            *(None,) * 4, e if write_e else None, dv, dsink, *(None,) * 6, *([None] * (2 * n) if n_edges else own),
+            *_filled(dgain, n_gain), *(None,) * n_centre, *(own if n_edges else ()),
         )  # fmt: skip
+
+
+def _filled(grads: Sequence[Tensor], count: int) -> list[Tensor | None]:
+    """The gradients of the last ones of `count` tensors."""
+    return [None] * (count - len(grads)) + list(grads)
 
 
 class _Edge(torch.autograd.Function):
@@ -193,18 +256,20 @@ def gradient_edge(x: Tensor) -> Tensor:
     return _Edge.apply(x)
 
 
-def _last(group: Sequence[Tensor], count: int) -> list[Tensor]:
-    return list(group[-count:])
+def _last(bounds: Tensor, count: int) -> Tensor:
+    return bounds if bounds.shape[0] <= count else bounds[-count:]
 
 
-def _options(options: tuple, count: int) -> tuple:
-    opt = Options(*options)
-    return tuple(opt._replace(rounded=list(opt.rounded[-count:])))
+def _listed(options: Options) -> tuple:
+    """Options as the operators take them."""
+    return tuple(options._replace(rounded=list(options.rounded)))
 
 
 def _split(tensors: Sequence[Tensor], *counts: int) -> list[list[Tensor]]:
+    """Groups of `counts` tensors, and what is left."""
     groups, start = [], 0
     for count in counts:
         groups.append(list(tensors[start : start + count]))
         start += count
+    groups.append(list(tensors[start:]))
     return groups

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 
@@ -139,11 +141,10 @@ def carried_attention(
     if call.push:
         query_edges, key_edges = [*query_edges, gradient_edge(q)], [*key_edges, gradient_edge(k)]
     own = layout.layers[carry.index]
-    span = [own] if layout.uniform else layout.layers[carry.index - n + 1 : carry.index + 1]
     O, token = attend(
-        call, queries[first:], keys[first:], v, gains[-n:], used, [x.lo for x in span],
-        [x.hi for x in span], own.rows, own.columns, z_in, z_out, carry._token, sink, seed,
-        (B, H, layout.slots, layout.tile, layout.tile), [*query_edges, *key_edges],
+        call, queries[first:], keys[first:], v, gains[-n:], used, layout.span(carry.index, n), own.rows, own.columns,
+        z_in, z_out, carry._token, sink, seed, (B, H, layout.slots, layout.tile, layout.tile),
+        [*query_edges, *key_edges],
     )  # fmt: skip
     if not last:
         plan = carry.decision.plan
@@ -163,8 +164,7 @@ def _step(
     carry: Carry, layout: TileLayout, gains: list[Tensor], q: Tensor, last: bool
 ) -> tuple[Tensor | None, Tensor | None, LayerCall]:
     """The buffers a layer reads and writes, and how its scores are formed."""
-    config, i, plan = carry.config, carry.index, carry.decision.plan
-    carry_dtype, grad_dtype = carry_dtypes(config, q.dtype)
+    i, decision = carry.index, carry.decision
     compiling = torch.compiler.is_compiling()
     if _version(carry._z) != carry._version:
         raise RuntimeError(
@@ -172,46 +172,62 @@ def _step(
             "one buffer, so a layer runs once per forward pass. Checkpoint whole blocks, or use plan='stored' or "
             "'recompute'"
         )
-    z_in = z_out = None
-    forward = backward = i + 1
-    accumulate, saved = False, "none"
     # dβ_i = ⟨E_i, Z_{i−1}⟩ needs the carry that entered, which this layer's own scores no longer show.
     learned = bool(gains) and i > 0 and gains[-1].requires_grad and torch.is_grad_enabled()
+    facts = (layout.uniform, layout.back, layout.plain, layout.layers[i].window)
+    made = (_call if compiling else _known_call)(
+        carry.config, facts, i, decision.plan, decision.impl, q.shape[-1], q.dtype, last, learned, compiling
+    )
+    call, reads, writes = made
+    z_out = None
+    if call.accumulate:
+        z_out = carry._z
+        if not z_out.is_inference():
+            torch.autograd.graph.increment_version(z_out)
+    elif writes:
+        z_out = layout.buffer(*q.shape[:2], call.options.carry_dtype, q.device)
+    return carry._z if reads else None, z_out, call
+
+
+def _call(
+    config: CarriedConfig, facts: tuple[bool, int, bool, int], i: int, plan: str, impl: str, d: int, dtype: torch.dtype,
+    last: bool, learned: bool, compiling: bool,
+) -> tuple[LayerCall, bool, bool]:  # fmt: skip
+    """How layer i's scores are formed, and whether it reads and writes a buffer of scores that enter and leave."""
+    carry_dtype, grad_dtype = carry_dtypes(config, dtype)
+    reads = writes = accumulate = False
+    forward = backward = i + 1
+    saved = "none"
     if plan == "stored" or (plan == "mixed" and (i > 1 or i == 0)):
         forward = 1
     if plan == "stored":
-        z_in, backward = carry._z, 1
-        z_out = None if last else layout.buffer(*q.shape[:2], carry_dtype, q.device)
+        reads, writes, backward = i > 0, not last, 1
         saved = "own" if not (last or learned) else "entering" if i else "none"
     elif plan == "mixed" and i > 0:
         if last and i > 1:
-            z_in, backward, saved = carry._z, 1, "entering"
+            reads, backward, saved = True, 1, "entering"
         elif not last:
-            if i == 1 or compiling:
-                z_in, z_out = carry._z, layout.buffer(*q.shape[:2], carry_dtype, q.device)
-            else:
-                z_out, accumulate = carry._z, True
-                if not z_out.is_inference():
-                    torch.autograd.graph.increment_version(z_out)
+            accumulate = i > 1 and not compiling
+            reads, writes = i > 1 and compiling, True
             if i == config.layers - 2 and not learned:
                 backward, saved = 1, "own"
     n = max(forward, backward)
     rounded = [
         plan != "recompute" and (j > 0 or plan == "stored") and (not last or j < i) for j in range(i - n + 1, i + 1)
     ]
+    uniform, back, plain, window = facts
     options = Options(
-        scale=q.shape[-1] ** -0.5 if config.scale is None else config.scale, divisor=config.divisor(i),
-        softcap=config.softcap or 0.0, dropout_p=config.dropout_p, tile=config.tile, uniform=layout.uniform,
-        back=layout.back, rounded=rounded, carry_dtype=carry_dtype, plain=layout.plain,
-        window=layout.layers[i].window,
+        scale=d**-0.5 if config.scale is None else config.scale, divisor=config.divisor(i),
+        softcap=config.softcap or 0.0, dropout_p=config.dropout_p, tile=config.tile, uniform=uniform, back=back,
+        rounded=tuple(rounded), carry_dtype=carry_dtype, plain=plain, window=window,
     )  # fmt: skip
     push = plan == "recompute" and not config.detach and config.layers > 1
     links = plan != "recompute" and not last and not config.detach
-    return (
-        z_in,
-        z_out,
-        LayerCall(options, carry.decision.impl, forward, backward, accumulate, saved, push, links, grad_dtype),
-    )
+    call = LayerCall(options, impl, forward, backward, accumulate, saved, push, links, grad_dtype)
+    return call, reads, writes
+
+
+_known_call = lru_cache(maxsize=1024)(_call)
 
 
 def _version(z: Tensor | None) -> int:

@@ -6,7 +6,10 @@ __all__ = ["cdiv", "launch", "launcher", "next_power_of_2"]
 
 
 def _run(kernel, grid: tuple[int, ...], *args, **meta) -> None:
-    kernel[grid](*args, **meta)
+    # Triton is imported with the first kernel only.
+    from .direct import start
+
+    start(kernel, grid, args, meta)
 
 
 launcher: list[Callable] = [_run]
@@ -14,7 +17,7 @@ launcher: list[Callable] = [_run]
 
 
 def launch(kernel, grid: tuple[int, ...], *args, **meta) -> None:
-    """Start `kernel` on `grid`; an empty grid starts nothing."""
+    """Start `kernel` on `grid`; an empty grid starts nothing. See :mod:`.direct` for what this costs the host."""
     if all(grid):
         launcher[-1](kernel, grid, *args, **meta)
 

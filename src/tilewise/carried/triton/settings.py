@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-__all__ = ["KINDS", "Shape", "backward_tiles", "forward_tiles", "grouped", "kind_of", "product_tiles", "use"]
+__all__ = ["KINDS", "Shape", "backward_tiles", "forward_tiles", "grouped", "kind_of", "product_tiles", "tuned", "use"]
 
 SHARED = 232448
 """Bytes of shared memory a program may use on sm_90."""
@@ -67,6 +67,11 @@ def use(table: dict) -> None:
     WIDE.update({kind: Shape(*shape) for kind, shape in table["wide"].items()})
     NARROW.update({kind: Shape(*shape) for kind, shape in table["narrow"].items()})
     FILL = table["fill"]
+
+
+def tuned() -> tuple:
+    """All that is tuned, as it is now: what was worked out from it holds while this is the same."""
+    return FILL, TRANSIENT, *WIDE.values(), *NARROW.values()
 
 
 use(json.loads(Path(__file__).with_name("tiles.json").read_text()))

@@ -213,8 +213,8 @@ def softmax_argument(u, scale, bend, SOFTCAP: tl.constexpr):
     return u * scale, u
 
 
-@triton.jit
-def row_shift(q, sq, mean, out, B, H, G, Tq, D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr):
+@triton.jit(do_not_specialize=["H", "G", "Tq"])
+def row_shift(q, mean, out, sq, H, G, Tq, D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr):
     """out[b, h, i] = q_i · k̄ in fp32: what centring subtracts from row i. mean is [B, H/G, D]."""
     i0 = tl.program_id(0) * BM
     bh = tl.program_id(1)
@@ -228,7 +228,7 @@ def row_shift(q, sq, mean, out, B, H, G, Tq, D: tl.constexpr, BD: tl.constexpr, 
 
 
 @triton.jit(do_not_specialize=["H", "Tq", "pad", "planes"])
-def row_statistics(o, so, do, sdo, lse, stats, H, Tq, pad, planes, D: tl.constexpr, BD: tl.constexpr,
+def row_statistics(o, do, lse, stats, so, sdo, H, Tq, pad, planes, D: tl.constexpr, BD: tl.constexpr,
                    BM: tl.constexpr):  # fmt: skip
     """stats [2, B·H, pad]: lse (+∞ beyond Tq, so that P is 0 there) and Δ = Σ_d dO · O in fp32 (0 there).
 
@@ -246,12 +246,25 @@ def row_statistics(o, so, do, sdo, lse, stats, H, Tq, pad, planes, D: tl.constex
     tl.store(at + tl.cast(planes, tl.int64) * pad, tl.sum(a * g, 1), mask=i < pad)
 
 
-@triton.jit(do_not_specialize=["G"])
-def sum_heads(x, out, G, size, N: tl.constexpr):
-    """out[n] = Σ_g x[n·G + g] in order, planes of `size` numbers: program (N numbers, plane n)."""
+@triton.jit(do_not_specialize=["H", "G", "T"])
+def sum_heads(x, y, out, other, strides, others, H, G, T, D: tl.constexpr, N: tl.constexpr):
+    """out[b, h, t] = Σ_g x[b, h·G + g, t] in order; and, in a second grid of such programs, other from y.
+
+    Program (N numbers, plane b·H + h, which of the two). x and y are [B, H·G, T, D] in memory.
+    """
     at = tl.program_id(0) * N + tl.arange(0, N)
-    plane = tl.cast(tl.program_id(1), tl.int64)
-    total = tl.zeros([N], tl.float32)
-    for g in range(G):
-        total += tl.load(x + (plane * G + g) * size + at, mask=at < size, other=0.0)
-    tl.store(out + plane * size + at, total.to(out.dtype.element_ty), mask=at < size)
+    n = tl.cast(tl.program_id(1), tl.int64)
+    t = at // D
+    inside = t < T
+    if tl.program_id(2) == 0:
+        total = tl.zeros([N], tl.float32)
+        for g in range(G):
+            total += tl.load(x + (n * G + g) * T * D + at, mask=inside, other=0.0)
+        to = (n // H) * strides[0] + (n % H) * strides[1] + t.to(tl.int64) * strides[2] + at % D
+        tl.store(out + to, total.to(out.dtype.element_ty), mask=inside)
+    else:
+        total = tl.zeros([N], tl.float32)
+        for g in range(G):
+            total += tl.load(y + (n * G + g) * T * D + at, mask=inside, other=0.0)
+        to = (n // H) * others[0] + (n % H) * others[1] + t.to(tl.int64) * others[2] + at % D
+        tl.store(other + to, total.to(other.dtype.element_ty), mask=inside)
