@@ -161,7 +161,7 @@ def measure(lengths, seconds: float, rounds: int = 3, rep: int = 25):
 
 
 def main():
-    from relative_kernels import precompile
+    from relative_ahead import precompile
 
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", default="relative_ablations.json")

@@ -11,82 +11,16 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
-import os
 import statistics
 import sys
 import time
 from pathlib import Path
 
 import torch
-from relative_cases import CHECKS, EXTRA, HALF, MECHANISMS, check_one, extra_call, label, passes_of, timed_call
-from relative_tiles import kernel_times, replaced, run_variant, tune, variants
-
-
-def compile_one(job):
-    """Run a job on meta tensors with compilation only; job is ("check", index) or ("time", case, N)."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-
-    from tilewise.triton.launch import launcher
-
-    class Hopper:
-        get_current_target = staticmethod(lambda: GPUTarget("cuda", 90, 32))
-        get_current_device = staticmethod(lambda: 0)
-        get_current_stream = staticmethod(lambda device=None: 0)
-        get_active_torch_device = staticmethod(lambda: torch.device("cpu"))
-        is_active = staticmethod(lambda: True)
-
-    triton.runtime.driver.set_active(Hopper())
-    launcher.append(lambda kernel, grid, *args, **meta: kernel.warmup(*args, grid=grid, **meta))
-    torch.set_num_threads(1)
-    start = time.time()
-    try:
-        if job[0] == "check":
-            check_one(CHECKS[job[1]], "meta")
-        elif job[0] == "extra":
-            for run in passes_of(*extra_call(*EXTRA[job[1]], "meta")):
-                run()
-        elif job[0] == "ablation":
-            from relative_ablations import ablated
-
-            with ablated(job[1]) as options:
-                for run in passes_of(*timed_call(job[2], job[3], "meta", **options)):
-                    run()
-        elif job[0] == "memcheck":
-            from relative_memcheck import run_one
-
-            run_one(*job[1:], "meta")
-        elif job[0] == "numerics":
-            from relative_numerics import compile_ours
-
-            compile_ours(*job[1:])
-        elif job[0] == "tune":
-            with replaced(job[1], job[3]):
-                run_variant(job[1], job[2], job[4], "meta")()
-        else:
-            for run in passes_of(*timed_call(job[1], job[2], "meta")):
-                run()
-    except Exception as error:
-        return job, time.time() - start, f"{type(error).__name__}: {str(error)[-400:]}"
-    return job, time.time() - start, None
-
-
-def precompile(jobs, seconds: float):
-    start = time.time()
-    context = multiprocessing.get_context("spawn")
-    done = 0
-    with context.Pool(min(16, os.cpu_count())) as pool:
-        results = pool.imap_unordered(compile_one, jobs)
-        try:
-            for _ in jobs:
-                job, took, error = results.next(timeout=max(0.1, seconds - (time.time() - start)))
-                done += 1
-                if error:
-                    print("compile failed", job, f"{took:.0f} s", error, flush=True)
-        except multiprocessing.TimeoutError:
-            print("compilation stopped at its limit", flush=True)
-    print(f"compiled {done} of {len(jobs)} jobs in {time.time() - start:.0f} s", flush=True)
+from relative_ahead import precompile
+from relative_cases import CHECKS, EXTRA, HALF, MECHANISMS, extra_call, label, passes_of, timed_call
+from relative_check import run_checks
+from relative_tiles import kernel_times, tune, variants
 
 
 def graphed(run):
@@ -258,24 +192,8 @@ def main():
         if "tune" in arguments.what:
             result["tuned"] = tune((max(lengths), min(lengths)), only)
         if "check" in arguments.what:
-            failed = 0
-            for n in chosen:
-                name = label(*CHECKS[n])
-                if time.time() > until:
-                    failed += 1
-                    result["checks"].append(dict(case=name, ok=False, error="no time left"))
-                    continue
-                try:
-                    budgets = check_one(CHECKS[n], "cuda")
-                    bad = [b for b in budgets if not b.ok]
-                    result["checks"].append(dict(case=name, ok=not bad, budgets=[vars(b) for b in budgets]))
-                    failed += bool(bad)
-                    text = "; ".join(f"{b.name} {b.error:.1e}/{b.allowed:.1e} rel {b.relative:.0e}" for b in bad)
-                    print("ok " if not bad else "BAD", name, text, flush=True)
-                except Exception as error:
-                    failed += 1
-                    result["checks"].append(dict(case=name, ok=False, error=repr(error)[-500:]))
-                    print("EXC", name, repr(error)[-400:], flush=True)
+            result["checks"] = run_checks(chosen, until)
+            failed = sum(not check["ok"] for check in result["checks"])
             print(f"{len(chosen) - failed} of {len(chosen)} checks within budget", flush=True)
             wrong += failed
     finally:

@@ -54,7 +54,7 @@ def run_one(n: int, projections: str, device: str) -> list:
 
 
 def main() -> None:
-    from relative_kernels import precompile
+    from relative_ahead import precompile
 
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=60, help="no case begins after this")

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import subprocess
 import sys
 import time
@@ -40,10 +41,17 @@ RUNS = {
 }
 """System ↦ the mechanisms that it can express."""
 
+DRAWS = {"alibi": 8}
+"""How many draws of the inputs a mechanism is judged by: the largest errors of all, ours and dense PyTorch's.
 
-def inputs(case, sizes, dtype, device):
+ALiBi's gradient is one number a head, a sum over all scores that nearly cancels. In fp32 at 1,024 tokens dense PyTorch
+errs 5e-4 there as a rule (root mean square), and 6e-6 by luck: one draw would judge by that.
+"""
+
+
+def inputs(case, sizes, dtype, device, seed=0):
     """(tensors by name, dO), as :mod:`tilewise.testing` scales them, drawn on the device."""
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     shape = (sizes.B, sizes.H, sizes.Tq, sizes.d)
     deviation = {"q": sizes.d**-0.5 / case.scale(sizes.d), "k": 1.0, "v": 1.0}
     x = {
@@ -60,20 +68,25 @@ def rows_of(system, name, label, N, device, builders):
     if device == "cuda":
         # Sets matmul.fp32_precision too; FlexAttention's compiler refuses to run where that alone was set.
         torch.set_float32_matmul_precision("high" if label.endswith("tf32") else "highest")
-    x, upstream = inputs(case, sizes, dtype, device)
-    exact = truth(case, sizes, x, upstream)
-    leaves = {key: value.requires_grad_() for key, value in x.items()}
-    o = builders[system](case, sizes, leaves)()
-    grads = torch.autograd.grad(o, list(leaves.values()), upstream)
-    got = {"o": o, **{f"d{key}": g for key, g in zip(leaves, grads, strict=True)}}
-    for tensor, value in got.items():
-        found = verdict(value, exact.exact[tensor], exact.low_error[tensor])
-        yield dict(system=system, case=name, dtype=label, n=N, tensor=tensor,
-                   **{"pass": "forward" if tensor == "o" else "backward"}, **found)  # fmt: skip
+    exact, got = [], []
+    for seed in range(DRAWS.get(name, 1)):
+        x, upstream = inputs(case, sizes, dtype, device, seed)
+        exact.append(truth(case, sizes, x, upstream))
+        leaves = {key: value.requires_grad_() for key, value in x.items()}
+        o = builders[system](case, sizes, leaves)()
+        grads = torch.autograd.grad(o, list(leaves.values()), upstream)
+        got.append({"o": o.detach(), **{f"d{key}": g for key, g in zip(leaves, grads, strict=True)}})
+    for tensor in got[0]:
+        low = max(draw.low_error[tensor] for draw in exact)
+        found = [verdict(mine[tensor], draw.exact[tensor], low) for mine, draw in zip(got, exact, strict=True)]
+        worst = max(found, key=lambda v: math.inf if math.isnan(v["error"]) else v["error"] / v["allowed"])
+        worst |= {rule: all(v[rule] for v in found) for rule in ("published", "budget")}
+        yield dict(system=system, case=name, dtype=label, n=N, tensor=tensor, draws=len(found),
+                   **{"pass": "forward" if tensor == "o" else "backward"}, **worst)  # fmt: skip
 
 
 def compile_ours(name, label, N):
-    """Both passes of ours on tensors without memory, for :func:`relative_kernels.compile_one`."""
+    """Both passes of ours on tensors without memory, for :func:`relative_ahead.perform`."""
     from relative_cases import passes_of
 
     from tilewise import Mask, Options
@@ -139,7 +152,7 @@ def main():
     if arguments.child:
         return child(arguments.child, lengths, dtypes, arguments.device)
     if arguments.device == "cuda":
-        from relative_kernels import precompile
+        from relative_ahead import precompile
 
         jobs = [("numerics", name, label, N) for N in lengths for name in MECHANISMS for label in dtypes]
         precompile(jobs, arguments.compile_seconds)

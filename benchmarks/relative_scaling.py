@@ -27,7 +27,7 @@ def once(run) -> float:
 
 
 def main() -> None:
-    from relative_kernels import precompile
+    from relative_ahead import precompile
 
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", default="relative_scaling.json")
@@ -36,7 +36,7 @@ def main() -> None:
     parser.add_argument("--compile-seconds", type=float, default=60)
     arguments = parser.parse_args()
     lengths = [int(n) for n in arguments.lengths.split(",")]
-    precompile([("time", case, 8192) for case in MECHANISMS], arguments.compile_seconds)
+    precompile([("scaling", case, N) for N in lengths for case in MECHANISMS], arguments.compile_seconds)
     start, records = time.time(), []
     for N in lengths:
         for case in MECHANISMS:

@@ -8,8 +8,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import relative_ablations as ablations
+import relative_ahead
 import relative_all
-import relative_kernels
 import relative_memcheck
 from relative_cases import passes_of, timed_call
 from relative_memcheck import JOBS
@@ -102,7 +102,7 @@ def test_memory_checks_meet_ragged_edges_and_shared_tiles():
 @pytest.mark.parametrize(("value", "seconds", "status"), [(0.0, "60", 0), (float("nan"), "60", 1), (0.0, "-1", 1)])
 def test_memory_checks_fail_where_a_result_is_not_finite_or_missing(monkeypatch, value, seconds, status):
     monkeypatch.setattr(relative_memcheck, "run_one", lambda n, projections, device: [torch.tensor([value])])
-    monkeypatch.setattr(relative_kernels, "precompile", lambda jobs, seconds: None)
+    monkeypatch.setattr(relative_ahead, "precompile", lambda jobs, seconds: None)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(sys, "argv", ["relative_memcheck.py", "--seconds", seconds])
     with pytest.raises(SystemExit) as ended:
