@@ -50,16 +50,17 @@ def test_precision_study_of_the_kernels():
 
 
 # Of the products of an iteration, those with P or E on the left; these are new every time. Q and K are not, and ptxas
-# before 13.3 overwrites such an operand if it lies in registers.
+# before 13.3 overwrites such an operand if it lies in registers. Spilled bytes: of 64 × 64 tiles on four warps, which on
+# an H200 are faster for several summed layers than 32 × 128 on eight although they spill more than twice as much.
 COMPILED = {
     "third layer, mixed": ({"attend": (1, 2), "keys_gradient": (2, 3), "queries_from_e": (0, 1)}, 200),
     "recompute of four": (
         {"attend": (1, 5), "keys_gradient": (2, 7), "queries_from_e": (0, 1), "keys_from_e": (0, 1)},
-        700,
+        1700,
     ),
     "recompute of two with gains": (
         {"keys_gradient": (2, 5), "queries_from_e": (0, 1), "keys_from_e": (0, 1)},
-        700,
+        1700,
     ),
 }
 

@@ -141,7 +141,11 @@ class TileLayout:
 def by_token(like: Tensor, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
     """Room for […, heads, T, d] that is […, T, heads, d] in memory."""
     *outer, heads, T, d = shape
-    return like.new_empty(*outer, T, heads, d, dtype=dtype or like.dtype).transpose(-3, -2)
+    strides, size = [T * heads * d], T * heads * d
+    for n in outer[:0:-1]:
+        size *= n
+        strides.insert(0, size)
+    return like.new_empty_strided(shape, (*strides, d, heads * d, 1), dtype=dtype or like.dtype)
 
 
 def _intervals(mask: Mask, Tq: int, Tk: int, offset: int, device: torch.device | str) -> tuple[Tensor, Tensor]:

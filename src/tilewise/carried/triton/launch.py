@@ -40,20 +40,17 @@ def refusal(q: Tensor, k: Tensor, v: Tensor, config: CarriedConfig) -> str | Non
 
 def _facts(
     q: list[Tensor], k: list[Tensor], v: Tensor, gain: list[Tensor], centre: list[Tensor], bounds: Tensor, rows: Tensor,
-    columns: int, slots: int, others: tuple[Tensor, ...], opt: Options,
+    columns: int, slots: int, opt: Options,
 ) -> Facts:  # fmt: skip
     first, second = q[0], k[0]
-    # A descriptor wants 16 bytes: of where a tensor begins and of its strides.
-    unit = 16 // v.element_size()
-    described = True
-    for x in (*q, *k, v, *others):
-        described = described and x.data_ptr() % 16 == 0
-    for x in (first, second, v, *others):
-        for s in strides_of(x.shape, x.stride()):
-            described = described and s % unit == 0
+    aligned = v.data_ptr() % 16 == 0
+    for x in q:
+        aligned = aligned and x.data_ptr() % 16 == 0
+    for x in k:
+        aligned = aligned and x.data_ptr() % 16 == 0
     return Facts(
         opt, len(q), first.shape, second.shape, v.shape, first.stride(), second.stride(), v.stride(), v.dtype, v.device,
-        described, bool(gain), bool(centre), bounds.shape[2] > 1, rows.shape[1], columns, slots, settings.tuned(),
+        aligned, bool(gain), bool(centre), bounds.shape[2] > 1, rows.shape[1], columns, slots, settings.tuned(),
     )  # fmt: skip
 
 
@@ -70,7 +67,7 @@ def _readable(x: Tensor) -> Tensor:
 def _alike(tensors: list[Tensor]) -> list[Tensor]:
     """Tensors of one layout: kernels take one set of strides for all summed layers."""
     made = [_readable(x) for x in tensors]
-    if len({strides_of(x.shape, x.stride()) for x in made}) > 1:
+    if len(made) > 1 and len({strides_of(x.shape, x.stride()) for x in made}) > 1:
         made = [x.contiguous() for x in made]
     return made
 
@@ -89,7 +86,7 @@ def forward(
     q, k, v = _alike(q), _alike(k), _readable(v)
     packed = entering if z_out is None else z_out
     slots = 1 if packed is None else packed.shape[2]
-    facts = _facts(q, k, v, gain, centre, bounds, rows, 0, slots, (), opt)
+    facts = _facts(q, k, v, gain, centre, bounds, rows, 0, slots, opt)
     x = forward_of(facts, entering is not None, z_out is not None, sink is not None)
     O = by_token(v, x.B, x.H, x.Tq, x.dv)
     lse = torch.empty(x.B, x.H, x.Tq, dtype=torch.float32, device=v.device)
@@ -120,9 +117,10 @@ def backward(
     q, k, v, do = _alike(q), _alike(k), _readable(v), _readable(dO)
     centre = [] if z_is_own else centre
     slots = 1 if z is None else z.shape[2]
-    facts = _facts(q, k, v, gain, centre, bounds, rows, columns.shape[1], slots, (do,), opt)
+    facts = _facts(q, k, v, gain, centre, bounds, rows, columns.shape[1], slots, opt)
     kept = (0, v.dtype) if e is None else (e.shape[2], e.dtype)
-    x = backward_of(facts, O.stride(), do.stride(), z_is_own, z is not None and not z_is_own, kept, read_e, push)
+    given = (O.stride(), do.stride(), do.data_ptr() % 16 == 0)
+    x = backward_of(facts, *given, z_is_own, z is not None and not z_is_own, kept, read_e, push)
     if e is None:
         e = torch.empty(x.parts.planes, x.parts.slots, opt.tile, opt.tile, dtype=v.dtype, device=v.device)
     fp32 = {"dtype": torch.float32, "device": v.device}

@@ -41,7 +41,7 @@ class Facts(NamedTuple):
         q, k, v: shapes.
         q_strides, k_strides, v_strides: of all summed layers alike.
         dtype, device: of the inputs.
-        described: whether descriptors may describe them.
+        aligned: whether they all begin at multiples of 16 bytes, as descriptors want.
         gain, centre, batched: whether there are gains, shifts, bounds a sequence.
         rows, columns: tile rows and columns.
         slots: tiles of a plane in the packed buffers that the kernels read or write scores in; 1 without.
@@ -58,7 +58,7 @@ class Facts(NamedTuple):
     v_strides: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
-    described: bool
+    aligned: bool
     gain: bool
     centre: bool
     batched: bool
@@ -106,14 +106,14 @@ class _Layer:
         self.Hk, self.Tk, self.dv = x.v[1:]
         self.G, self.planes = self.H // self.Hk, self.B * self.H
         self.BD, self.BV, self.bytes = padded(self.d), padded(self.dv), x.dtype.itemsize
-        self.tma = x.described and self.bytes < 4
+        self.strides = tuple(strides_of(*pair) for pair in ((x.q, x.q_strides), (x.k, x.k_strides), (x.v, x.v_strides)))
+        self.tma = self.bytes < 4 and x.aligned and self._describable(*self.strides)
         self.closed, self.back = opt.back >= 0, max(opt.back, 0)
         cap = opt.softcap
         scale = opt.scale * LOG2E / opt.divisor
         self.numbers = (2.0 * scale / cap if cap else scale, cap * LOG2E)
         self.dropping = (dropping(opt.dropout_p), 1.0 / (1.0 - opt.dropout_p))
         self.sizes = (self.B, self.H, self.G, self.Tq, self.Tk, x.rows)
-        self.strides = tuple(strides_of(*pair) for pair in ((x.q, x.q_strides), (x.k, x.k_strides), (x.v, x.v_strides)))
         top = 65504.0 if opt.carry_dtype == torch.float16 else 0.0
         self.common = {
             "D": self.d, "DV": self.dv, "BD": self.BD, "BV": self.BV, "S": opt.tile, "DTYPE": TYPES[opt.carry_dtype],
@@ -125,6 +125,9 @@ class _Layer:
             row_shift, (cdiv(self.Tq, 64), self.planes), (self.strides[0], self.H, self.G, self.Tq),
             {"D": self.d, "BD": self.BD, "BM": 64},
         )  # fmt: skip
+
+    def _describable(self, *strides: tuple[int, ...]) -> bool:
+        return all(s * self.bytes % 16 == 0 for each in strides for s in each)
 
     def queries(self, rows: int) -> Block:
         return self._inputs(self.facts.q, self.strides[0], rows, self.BD)
@@ -177,8 +180,8 @@ class Backward(_Layer):
     """The backward pass of a layer.
 
     Args:
-        x: facts; `described` and `slots` are also those of dO and of the scores that are read.
-        o_strides, do_strides: of O and dO.
+        x: facts; `slots` is that of the scores that are read.
+        o_strides, do_strides, do_aligned: of O and dO.
         own, enters: whether the scores that are read are the layer's own, or those that entered it.
         e: tiles of a plane in a buffer of E that outlives this pass, or 0, and its dtype.
         read_e: whether E is read.
@@ -193,8 +196,8 @@ class Backward(_Layer):
     """
 
     def __init__(
-        self, x: Facts, o_strides: tuple[int, ...], do_strides: tuple[int, ...], own: bool, enters: bool,
-        e: tuple[int, torch.dtype], read_e: bool, push: bool,
+        self, x: Facts, o_strides: tuple[int, ...], do_strides: tuple[int, ...], do_aligned: bool, own: bool,
+        enters: bool, e: tuple[int, torch.dtype], read_e: bool, push: bool,
     ) -> None:  # fmt: skip
         super().__init__(x)
         opt, last = x.opt, x.count - 1
@@ -214,6 +217,7 @@ class Backward(_Layer):
 
         rows = (*x.q[:3], self.dv)
         self.do_strides = strides_of(rows, do_strides)
+        self.tma = self.tma and do_aligned and self._describable(self.do_strides)
         self.statistics = Prepared(
             row_statistics, (self.pad // 64, self.planes),
             (strides_of(rows, o_strides), self.do_strides, self.H, self.Tq, self.pad, self.planes),
