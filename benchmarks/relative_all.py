@@ -1,6 +1,6 @@
 """All evidence for the relative-position kernels on one GPU, most important first, each in a process of its own.
 
-    python benchmarks/relative_all.py OUT [--seconds 540] [--only check,time]
+    python benchmarks/relative_all.py OUT [--seconds 650] [--only check,time]
 
 OUT gets a JSON file and a log from each step; a step that fails or runs into its limit costs only itself. What is left
 of the total time is shared out in proportion to the steps' limits. A short table comes last.
@@ -20,26 +20,26 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 
 STEPS = {
-    "check": (130, "relative_kernels.py check --compile-seconds {compile} --seconds {run} --out {json}"),
+    "check": (110, "relative_kernels.py check --compile-seconds {compile} --seconds {run} --out {json}"),
     "time": (90, "relative_kernels.py time --lengths 128,256,512,2048,8192 --compile-seconds {compile} "
                  "--seconds {run} --out {json}"),
     "numerics": (110, "relative_numerics.py --lengths 1024,4096,8192,16384 --compile-seconds {compile} "
                       "--seconds {run} --out {json}"),
     "ablations": (80, "relative_ablations.py --lengths 512,8192 --compile-seconds {compile} --seconds {run} "
                       "--out {json}"),
-    "memcheck": (40, "relative_memcheck.py --compile-seconds {compile} --seconds {run}"),
-    "racecheck": (40, "relative_memcheck.py --compile-seconds {compile} --seconds {run}"),
-    "traffic": (30, "relative_traffic.py --seconds {run} --out {json}"),
-    "scaling": (20, "relative_scaling.py --compile-seconds {compile} --seconds {run} --out {json}"),
+    "memcheck": (60, "relative_memcheck.py --compile-seconds {compile} --seconds {run}"),
+    "racecheck": (60, "relative_memcheck.py --compile-seconds {compile} --seconds {run}"),
+    "traffic": (80, "relative_traffic.py --compile-seconds {compile} --seconds {run} --out {json}"),
+    "scaling": (60, "relative_scaling.py --compile-seconds {compile} --seconds {run} --out {json}"),
 }  # fmt: skip
-"""Step ↦ (seconds that it may take of 540, command). The sanitizer's two steps run the same program under it."""
+"""Step ↦ (seconds that it may take of 650, command). The sanitizer's two steps run the same program under it."""
 
 TAIL = 6
 
 
 def command(name: str, out: Path, limit: float, python: str = sys.executable) -> list[str]:
-    """The step's command line; where it compiles first, that may take the larger part of its time."""
-    text = STEPS[name][1].format(json=out / f"relative_{name}.json", compile=int(limit * 0.55), run=int(limit * 0.4))
+    """The step's command line: compiling may take the larger part of its time, and nothing begins near its end."""
+    text = STEPS[name][1].format(json=out / f"relative_{name}.json", compile=int(limit * 0.6), run=int(limit * 0.9))
     script, *arguments = text.split()
     words = [python, str(HERE / script), *arguments]
     if name in ("memcheck", "racecheck"):
@@ -82,7 +82,7 @@ def limits(names: list[str], left: float) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--seconds", type=float, default=540)
+    parser.add_argument("--seconds", type=float, default=650)
     parser.add_argument("--only", default=",".join(STEPS))
     arguments = parser.parse_args()
     names = arguments.only.split(",")

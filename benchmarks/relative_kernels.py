@@ -160,8 +160,9 @@ def main():
     parser.add_argument("--lengths", default="512,2048,8192")
     parser.add_argument("--only", default=",".join(MECHANISMS))
     parser.add_argument("--checks", default="", help="only checks whose label contains this")
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="no check or length begins after this")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="nothing begins later than this")
     arguments = parser.parse_args()
+    until = time.time() + arguments.seconds
     lengths, only = [int(n) for n in arguments.lengths.split(",")], arguments.only.split(",")
     chosen = [n for n, job in enumerate(CHECKS) if arguments.checks in label(*job)]
     jobs = [
@@ -181,7 +182,7 @@ def main():
     properties = torch.cuda.get_device_properties(0)
     result = dict(gpu=properties.name, torch=torch.__version__, triton=triton.__version__, cuda=torch.version.cuda,
                   time=time.strftime("%Y-%m-%d"), checks=[], timings=[], profile=[], tuned=[])  # fmt: skip
-    wrong, until = 0, time.time() + arguments.seconds
+    wrong = 0
     try:
         if "time" in arguments.what:
             wrong += time_all(lengths, result["timings"], only=only, until=until)

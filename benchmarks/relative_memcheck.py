@@ -38,7 +38,12 @@ JOBS = [
 ]  # fmt: skip
 
 
-CALLS = [(n, projections) for n in range(len(JOBS)) for projections in ("recompute", "keep")]
+CALLS = [
+    (n, projections) for n, job in enumerate(JOBS) for projections in ("recompute", "keep")
+    if projections == "recompute" or job[0] not in ("none", "t5")
+]  # fmt: skip
+"""(position in JOBS, projections). Those that are kept lie in device memory, so that on a Hopper both the kernels that
+skew in registers and the portable ones run."""
 
 
 def run_one(n: int, projections: str, device: str) -> list:
@@ -57,13 +62,14 @@ def main() -> None:
     from relative_ahead import precompile
 
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seconds", type=float, default=60, help="no case begins after this")
+    parser.add_argument("--seconds", type=float, default=120, help="no case begins later than this from the start on")
     parser.add_argument("--compile-seconds", type=float, default=60)
     arguments = parser.parse_args()
+    until = time.time() + arguments.seconds
     precompile([("memcheck", *call) for call in CALLS], arguments.compile_seconds)
-    start, done, wrong = time.time(), 0, 0
+    done, wrong = 0, 0
     for n, projections in CALLS:
-        if time.time() - start > arguments.seconds:
+        if time.time() > until:
             break
         results = run_one(n, projections, "cuda")
         torch.cuda.synchronize()

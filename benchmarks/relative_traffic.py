@@ -2,10 +2,11 @@
 
     python benchmarks/relative_traffic.py --out traffic.json [--calls shaw:8192:forward,…] [--seconds 120]
 
-Each call runs once under Nsight Compute (`ncu`) with its hardware counters, in a process of its own; clocks stay as
-they are. The fewest bytes are counted from what the host hands to each kernel: every row that it needs once, every
-result once, of skewed buffers the windows alone. What an L2 cache keeps from one kernel to the next can be fewer still.
-`--csv FILE` makes the table from a saved output of ncu instead.
+All calls run under Nsight Compute (`ncu`) with its hardware counters, in one process that ends in time; clocks stay as
+they are, and kernels are compiled beforehand. The fewest bytes are counted from what the host hands to each kernel:
+every row that it needs once, every result once, of skewed buffers the windows alone. What an L2 cache keeps from one
+kernel to the next can be fewer still.
+`--csv FILE` makes the tables from a saved output of ncu instead.
 """
 
 from __future__ import annotations
@@ -24,6 +25,11 @@ from relative_cases import passes_of, timed_call
 READ, WRITTEN, TIME = "dram__bytes_read.sum", "dram__bytes_write.sum", "gpu__time_duration.sum"
 CALLS = tuple(f"{case}:{N}:{p}" for N in (8192, 512) for case in ("t5", "shaw", "deberta", "txl")
               for p in ("forward", "backward"))  # fmt: skip
+
+
+HOPPER = ("attend_band", "key_pass", "query_pass", "collect_tiles", "sum_rows", "spread")
+MARK = "spin_kernel"
+"""The kernel of torch.cuda._sleep, which stands between two calls."""
 
 
 def parse(text: str) -> list[dict]:
@@ -71,8 +77,41 @@ def _window(a: dict, itemsize: int) -> float:
     return total * itemsize * a["heads"] * a["B"]
 
 
-def fewest(kernel: str, a: dict, windows: dict[int, float]) -> tuple[float, float]:
+def _hopper(kernel: str, a: dict, programs: int, windows: dict[int, float]) -> tuple[float, float]:
+    """:func:`fewest` of the kernels that skew in registers; `programs` of them make a launch of a pass."""
+    if kernel == "attend_band":
+        left = 0.0 if a["w"].base is a["q"].base else _size(a["w"].base)
+        shifted = _size(a["x"].base) if a["SHIFTED"] else 0.0
+        tables = sum(_size(a[n].base) for n, used in (("a", a["QUERY"]), ("cr", a["KEY"])) if used)
+        read = sum(_size(a[n].base) for n in ("q", "k", "v")) + left + shifted + tables
+        return read, _size(a["o"].base) + _size(a["lse"])
+    if kernel in ("key_pass", "query_pass"):
+        length, heads = (a["Tk"], a["HK"]) if kernel == "key_pass" else (a["Tq"], a["H"])
+        share = programs / (-(-length // 64) * a["B"] * heads)
+        left = [] if a["OWN"] else ["w"]
+        shifted = ["x"] if a["SHIFTED"] else []
+        tables = sum(_size(a[n].base) for n in ("a", *(["cr"] if a["KEY"] else [])))
+        read = sum(_size(a[n].base, share) for n in ("q", "k", "v", "g", *left, *shifted))
+        outs = ["dk", "dv"] if kernel == "key_pass" else ["dq", *([] if a["OWN"] else ["dw"])]
+        stored = [] if kernel == "key_pass" and not a["KEY"] else ["dh" if kernel == "key_pass" else "dg"]
+        # What a program writes of its buffer are whole tiles of its rows.
+        for name in stored:
+            rows = programs * 64 * (a["G"] if kernel == "key_pass" else 1)
+            buffer = a[name].base if hasattr(a[name], "base") else a[name]
+            windows[_key(buffer)] = rows * buffer.shape[-1] * buffer.element_size()
+        written = sum(_size(a[n].base if hasattr(a[n], "base") else a[n], share) for n in outs)
+        buffers = [a[n].base if hasattr(a[n], "base") else a[n] for n in stored]
+        return read + tables + _size(a["stats"], share), written + sum(windows[_key(x)] for x in buffers)
+    if kernel == "collect_tiles":
+        return windows.get(_key(a["dg"]), 0.0), _size(a["out"])
+    # sum_rows and spread: partial sums of every offset, in fp32.
+    return _size(a["partial"]), _size(a["grad"])
+
+
+def fewest(kernel: str, a: dict, windows: dict[int, float], programs: int) -> tuple[float, float]:
     """(read, written) bytes that a launch with these arguments cannot do without; notes windows of skewed buffers."""
+    if kernel in HOPPER:
+        return _hopper(kernel, a, programs, windows)
     share = a["heads"] / a["H"] if "heads" in a else 1.0
     terms = [windows.get(_key(t.z), _size(t.z)) for name in ("terms", "values") for t in a.get(name, ())
              if hasattr(t, "z")]  # fmt: skip
@@ -128,7 +167,7 @@ def planned(call, do, pass_: str) -> list[dict]:
 
     def note(kernel, grid, *args, **meta):
         named = dict(zip(kernel.arg_names, args, strict=False)) | meta
-        read, written = fewest(kernel.__name__, named, windows)
+        read, written = fewest(kernel.__name__, named, windows, grid[0])
         found.append({"kernel": kernel.__name__, "fewest_read": read, "fewest_written": written})
 
     runs = dict(zip(("forward", "backward"), passes_of(call, do), strict=True))
@@ -168,54 +207,93 @@ def table(name: str, rows: list[dict]) -> list[str]:
     return lines
 
 
-def child(call: str):
-    """Run a pass twice, the second time with the profiler on."""
-    case, N, pass_ = call.split(":")
-    runs = dict(zip(("forward", "backward"), passes_of(*timed_call(case, int(N), "cuda")), strict=True))
-    runs["forward"]()
-    runs[pass_]()
-    torch.cuda.synchronize()
-    torch.cuda.cudart().cudaProfilerStart()
-    runs[pass_]()
-    torch.cuda.synchronize()
-    torch.cuda.cudart().cudaProfilerStop()
+def child(calls: list[str], seconds: float):
+    """Run each pass twice, the second time with the profiler on and a mark behind it; none begins after `seconds`."""
+    until = time.time() + seconds
+    for call in calls:
+        if time.time() > until:
+            break
+        case, N, pass_ = call.split(":")
+        runs = dict(zip(("forward", "backward"), passes_of(*timed_call(case, int(N), "cuda")), strict=True))
+        runs["forward"]()
+        runs[pass_]()
+        torch.cuda.synchronize()
+        torch.cuda.cudart().cudaProfilerStart()
+        runs[pass_]()
+        torch.cuda._sleep(1000)
+        torch.cuda.synchronize()
+        torch.cuda.cudart().cudaProfilerStop()
+        del runs
+        torch.cuda.empty_cache()
+
+
+def by_call(rows: list[dict]) -> list[list[dict]]:
+    """The kernels of each call, between the marks; those of a call that did not end are left out."""
+    found, current = [], []
+    for row in rows:
+        if MARK in row["kernel"]:
+            found.append(current)
+            current = []
+        else:
+            current.append(row)
+    return found
+
+
+def profiled(calls: list[str], seconds: float) -> str:
+    """What ncu prints of a process that runs the calls.
+
+    Raises:
+        subprocess.TimeoutExpired, FileNotFoundError: it did not end; there is no ncu.
+    """
+    command = [
+        "ncu", "--profile-from-start", "off", "--clock-control", "none", "--csv", "--page", "raw", "--print-units",
+        "base", "--metrics", f"{READ},{WRITTEN},{TIME}", sys.executable, __file__, "--child", ",".join(calls),
+        "--seconds", str(0.75 * seconds),
+    ]  # fmt: skip
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=seconds)
+    return done.stdout
 
 
 def main():
+    from relative_ahead import precompile
+
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", default="relative_traffic.json")
     parser.add_argument("--calls", default=",".join(CALLS))
-    parser.add_argument("--seconds", type=float, default=120)
-    parser.add_argument("--csv", help="a saved output of ncu for the first call")
+    parser.add_argument("--seconds", type=float, default=180, help="of everything, compiling included")
+    parser.add_argument("--compile-seconds", type=float, default=60)
+    parser.add_argument("--csv", help="a saved output of ncu for these calls")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.child:
-        return child(arguments.child)
-    end, results = time.time() + arguments.seconds, []
-    for name in arguments.calls.split(","):
-        case, N, pass_ = name.split(":")
-        command = [
-            "ncu", "--profile-from-start", "off", "--clock-control", "none", "--csv", "--page", "raw", "--print-units",
-            "base", "--metrics", f"{READ},{WRITTEN},{TIME}", sys.executable, __file__, "--child", name,
-        ]  # fmt: skip
-        try:
-            if arguments.csv:
-                text = Path(arguments.csv).read_text()
-            else:
-                limit = max(5.0, end - time.time())
-                text = subprocess.run(command, capture_output=True, text=True, timeout=limit).stdout
-            plan = planned(*timed_call(case, int(N), "meta"), pass_)
-            rows = joined(parse(text), plan)
-        except (ValueError, subprocess.TimeoutExpired, FileNotFoundError) as error:
-            print(f"{name}: {type(error).__name__}: {str(error)[:400]}", flush=True)
-            results.append({"call": name, "error": str(error)[:1000]})
+        return child(arguments.child.split(","), arguments.seconds)
+    end, calls, wrong = time.time() + arguments.seconds, arguments.calls.split(","), []
+    try:
+        if arguments.csv:
+            text = Path(arguments.csv).read_text()
         else:
-            print("\n".join(table(name, rows)), flush=True)
-            results.append({"call": name, "kernels": rows})
-        Path(arguments.out).write_text(json.dumps(results, indent=1))
-        if time.time() > end or arguments.csv:
-            break
-    if not any("kernels" in r for r in results):
+            times = dict.fromkeys(tuple(call.split(":")[:2]) for call in calls)
+            precompile([("time", case, int(N)) for case, N in times], arguments.compile_seconds)
+            text = profiled(calls, max(5.0, end - time.time()))
+        measured = by_call(parse(text))
+    except (ValueError, subprocess.TimeoutExpired, FileNotFoundError) as error:
+        print(f"{type(error).__name__}: {str(error)[:600]}", flush=True)
+        sys.exit(1)
+    results = []
+    for name, kernels in zip(calls, measured, strict=False):
+        case, N, pass_ = name.split(":")
+        try:
+            rows = joined(kernels, planned(*timed_call(case, int(N), "meta"), pass_))
+        except ValueError as error:
+            wrong.append(name)
+            print(f"{name}: {error}", flush=True)
+            # What was measured is worth keeping without the plan.
+            rows = kernels
+        print("\n".join(table(name, rows)), flush=True)
+        results.append({"call": name, "kernels": rows})
+    Path(arguments.out).write_text(json.dumps(results, indent=1))
+    if missing := calls[len(results) :] + wrong:
+        print("without a result or a plan:", ", ".join(missing), flush=True)
         sys.exit(1)
 
 

@@ -35,7 +35,7 @@ def test_the_csv_of_ncu():
 
 
 def test_the_fewest_bytes_of_shaw():
-    forward = traffic.planned(*timed_call("shaw", 8192, "meta"), "forward")
+    forward = traffic.planned(*timed_call("shaw", 8192, "meta", skew="memory"), "forward")
     assert [row["kernel"] for row in forward] == ["project", "attend"]
     MiB, q = 2**20, 24.0
     # Three blocks of 64 keys a row, but at the ends of the sequences.
@@ -44,7 +44,7 @@ def test_the_fewest_bytes_of_shaw():
     assert forward[0]["fewest_read"] / MiB == pytest.approx(q, rel=0.01)
     assert forward[1]["fewest_read"] / MiB == pytest.approx(3 * q + windows)
     assert forward[1]["fewest_written"] / MiB == pytest.approx(q + 0.75)
-    backward = traffic.planned(*timed_call("shaw", 8192, "meta"), "backward")
+    backward = traffic.planned(*timed_call("shaw", 8192, "meta", skew="memory"), "backward")
     by = {row["kernel"]: row for row in backward}
     # dS by query is stored once and read once by each of fold and collect.
     assert by["grad_query"]["fewest_written"] / MiB == pytest.approx(2 * q + windows)
@@ -54,7 +54,7 @@ def test_the_fewest_bytes_of_shaw():
 
 
 def test_measured_kernels_meet_their_plan():
-    plan = traffic.planned(*timed_call("shaw", 8192, "meta"), "forward")
+    plan = traffic.planned(*timed_call("shaw", 8192, "meta", skew="memory"), "forward")
     rows = traffic.joined(traffic.parse(CSV), plan)
     assert ["fewest_read" in row for row in rows] == [True, False, True]
     lines = traffic.table("shaw:8192:forward", rows)
@@ -66,8 +66,27 @@ def test_measured_kernels_meet_their_plan():
         traffic.joined(traffic.parse(CSV)[:2], plan)
 
 
+@pytest.mark.parametrize("skew", ["auto", "memory"])
 @pytest.mark.parametrize("call", traffic.CALLS)
-def test_every_kernel_has_its_count(call):
+def test_every_kernel_has_its_count(call, skew):
     case, N, pass_ = call.split(":")
-    for row in traffic.planned(*timed_call(case, int(N), "meta", skew="memory"), pass_):
+    for row in traffic.planned(*timed_call(case, int(N), "meta", skew=skew), pass_):
         assert row["fewest_read"] + row["fewest_written"] > 0 or row["kernel"] == "reduce", row
+
+
+def test_the_fewest_bytes_of_the_hopper_kernels():
+    MiB, q = 2**20, 24.0
+    forward = {r["kernel"]: r for r in traffic.planned(*timed_call("shaw", 8192, "meta"), "forward")}
+    assert forward["attend_band"]["fewest_read"] / MiB == pytest.approx(3 * q, rel=0.01)
+    assert forward["attend_band"]["fewest_written"] / MiB == pytest.approx(q + 0.75)
+    rows = traffic.planned(*timed_call("txl", 8192, "meta"), "backward")
+    total = lambda kernel, key: sum(r[key] for r in rows if r["kernel"] == kernel) / MiB  # noqa: E731
+    # A query's dG reaches one tile beyond its keys; the collecting kernel reads what the pass wrote.
+    assert total("query_pass", "fewest_written") == pytest.approx(2 * 12 * 8192 * 8256 * 2 / MiB + 2 * q, rel=0.02)
+    assert total("collect_tiles", "fewest_read") == pytest.approx(2 * 12 * 8192 * 8256 * 2 / MiB, rel=0.01)
+    assert total("query_pass", "fewest_read") >= 5 * q
+
+
+def test_marks_stand_between_the_calls():
+    rows = [{"kernel": k} for k in ("prepare", "attend", traffic.MARK, "attend", f"void {traffic.MARK}(long)", "fold")]
+    assert [[r["kernel"] for r in call] for call in traffic.by_call(rows)] == [["prepare", "attend"], ["attend"]]
