@@ -244,9 +244,12 @@ def phase2_bwd(
 ) -> tuple[Tensor | None, Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """(dprefix, do1, dlse, dq, dw); dprefix is the gradient of the prefix and of the update alike.
 
-    Buffers, if given, receive do1 (`do` may be o1 itself), dlse, and dq and dw in `part[0, 0]` and `part[1, 0]`.
+    Buffers, if given, receive do1 (`do` may be o1), dlse, and dq and dw in `part[0, 0]` and `part[1, 0]`; without
+    a prefix dlse and dq are zeros there.
     """
     results = _phase2_bwd(dy, dp, p, o1, lse, q, w, eps, output_eps)
+    if p is None and dlse is not None:
+        dlse.zero_(), part[0, 0].zero_()
     places = (None, do, dlse, None if part is None else part[0, 0], None if part is None else part[1, 0])
     for place, x in zip(places, results, strict=True):
         if place is not None and x is not None:
@@ -276,7 +279,7 @@ def phase2_from_scores(
 
 
 def prepare(q: Tensor, dtype: torch.dtype) -> None:
-    """Nothing is derived from queries here."""
+    """Derive at once what `scores` derives from queries of which later calls take rows; here nothing."""
 
 
 @_exact

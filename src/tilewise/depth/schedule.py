@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import isqrt
 
 __all__ = ["Schedule", "Visit", "layers_from_sublayers", "sublayers_from_layers"]
@@ -177,6 +178,13 @@ class Schedule:
         """
         if not 0 <= sublayer < self.sublayers:
             raise IndexError(f"sublayer: found {sublayer}, expected 0 to {self.sublayers - 1}")
+        return self._visits[sublayer]
+
+    @cached_property
+    def _visits(self) -> tuple[Visit, ...]:
+        return tuple(self._visit(l) for l in range(self.sublayers))
+
+    def _visit(self, sublayer: int) -> Visit:
         n = sum(1 for s in self.starts if s <= sublayer) - 1
         start = self.starts[n]
         end = self.starts[n + 1] if n + 1 < len(self.starts) else self.sublayers

@@ -12,7 +12,9 @@ would keep a whole step's tensors alive until a garbage collection.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -22,7 +24,27 @@ from tilewise.depth.checks import check_matrix, check_sources
 from tilewise.depth.ops import backend, check_call, fold
 from tilewise.depth.sources import Fixed
 
-__all__ = ["BlockReads", "SharedSource", "mix_norm_shared"]
+__all__ = ["BlockReads", "SharedSource", "mix_norm_shared", "reads_of_folded"]
+
+
+def _once(backward: Callable) -> Callable:
+    """`once_differentiable` where it matters, with create_graph=True: it costs the host 4 us a call."""
+    guarded = once_differentiable(backward)
+
+    @functools.wraps(backward)
+    def run(ctx, *grads):
+        return guarded(ctx, *grads) if torch.is_grad_enabled() else backward(ctx, *grads)
+
+    return run
+
+
+def _flat(x: Tensor | None) -> Tensor | None:
+    """`[..., d]` as `[T, d]`; a view is made only where the shapes differ."""
+    return x if x is None or x.ndim == 2 else x.reshape(-1, x.shape[-1])
+
+
+def _shaped(x: Tensor | None, shape: torch.Size) -> Tensor | None:
+    return x if x is None or len(shape) == 2 else x.reshape(shape)
 
 
 class SharedSource:
@@ -41,7 +63,7 @@ class SharedSource:
     """
 
     def __init__(self, value: Tensor) -> None:
-        self.sum = _Sum(value.detach().reshape(-1, value.shape[-1]))
+        self.sum = _Sum(_flat(value.detach()))
         self.value = _Share.apply(self.sum, value)
 
 
@@ -63,24 +85,28 @@ class _Share(torch.autograd.Function):
         return value.view_as(value)
 
     @staticmethod
-    @once_differentiable
+    @_once
     def backward(ctx, grad):
         acc, ctx.shared.accumulator = ctx.shared.accumulator, None
         if acc is None:
             return None, grad
         if grad is not None:
             acc = acc.add_(grad.reshape(acc.shape))
-        return None, acc.to(ctx.dtype).reshape(ctx.shape)
+        return None, _shaped(acc.to(ctx.dtype), ctx.shape)
 
 
 def _accumulators(sums: Sequence[_Sum]) -> tuple[list[Tensor], bool]:
     """(accumulators, fresh): fresh ones are unwritten and must be stored to, not added to."""
-    fresh = all(x.accumulator is None for x in sums)
-    for x in sums:
-        if x.accumulator is None:
-            dtype = torch.float64 if x.flat.dtype == torch.float64 else torch.float32
-            make = torch.empty if fresh else torch.zeros
-            x.accumulator = make(x.flat.shape, dtype=dtype, device=x.flat.device)
+    missing = [x for x in sums if x.accumulator is None]
+    fresh = len(missing) == len(sums)
+    if missing:
+        flat, make = missing[0].flat, torch.empty if fresh else torch.zeros
+        dtype = torch.float64 if flat.dtype == torch.float64 else torch.float32
+        # Rows of one tensor reach the kernels without a table of addresses. The newest source is the first to be done:
+        # its accumulator is released alone, before the backward's memory is at its peak.
+        rows = make((len(missing) - 1, *flat.shape), dtype=dtype, device=flat.device).unbind(0)
+        for x, row in zip(missing, (*rows, make(flat.shape, dtype=dtype, device=flat.device)), strict=True):
+            x.accumulator = row
     return [x.accumulator for x in sums], fresh
 
 
@@ -90,14 +116,14 @@ class _SharedMix(torch.autograd.Function):
         flat = [x.flat for x in sums]
         ctx.save_for_backward(q, w, *flat)
         ctx.sums, ctx.args, ctx.run = sums, (eps, output_eps), run
-        return run.mix_fwd(flat, None, None, q, w, eps, output_eps)[1].reshape(values[0].shape)
+        return _shaped(run.mix_fwd(flat, None, None, q, w, eps, output_eps)[1], values[0].shape)
 
     @staticmethod
-    @once_differentiable
+    @_once
     def backward(ctx, dy):
         q, w, *flat = ctx.saved_tensors
         acc, fresh = _accumulators(ctx.sums)
-        dy = dy.reshape(-1, dy.shape[-1])
+        dy = _flat(dy)
         _, _, dq, dw = ctx.run.mix_bwd(dy, None, flat, None, q, w, *ctx.args, into=acc, fresh=fresh)
         return None, None, None, None, dq, None if w is None else dw.to(w.dtype), *([None] * len(flat))
 
@@ -192,8 +218,12 @@ class BlockReads:
         run = backend("eager" if impl == "reference" else impl, values[0])
         q = fold(queries, key_weights, dtype)
         output_eps = eps if output_eps is None else output_eps
-        self._block = _Block([h.sum for h in holders], run, shape, q, output_weights, eps, output_eps, save_o1)
-        self._ticket = _Open.apply(self._block, q, output_weights, *values)
+        self._open(holders, q, q.detach(), output_weights, run, shape, eps, output_eps, 0 if save_o1 else 2, 2)
+
+    def _open(self, holders, q, flat, w, run, shape, eps, output_eps, pieces, first_pieces) -> None:
+        sums = [h.sum for h in holders]
+        self._block = _Block(sums, run, shape, flat, w, eps, output_eps, pieces, first_pieces)
+        self._ticket = _Open.apply(self._block, q, w, *[h.value for h in holders])
 
     def first(self) -> Tensor:
         """y of the block's first sublayer, which has no partial sum."""
@@ -215,13 +245,44 @@ class BlockReads:
         return _Read.apply(self._block, i, update, prefix, self._ticket)
 
 
-class _Block:
-    """What the reads of a block have in common: sources, folded queries, scores, o1 while it lives, gradients."""
+def reads_of_folded(
+    sources: Sequence[SharedSource],
+    q: Tensor,
+    flat: Tensor,
+    output_weights: Tensor | None,
+    run: ModuleType,
+    shape: torch.Size,
+    eps: float,
+    output_eps: float,
+    last: bool,
+) -> BlockReads:
+    """:class:`BlockReads` of arguments that are known to fit.
 
-    def __init__(self, sums, run, shape, q, w, eps, output_eps, save_o1) -> None:
+    Args:
+        q: folded queries w * g, `[S, d]` in the statistics' dtype.
+        flat: the same without a graph; rows of a tensor that `run.prepare` was given share its parts.
+        run: the backend.
+        shape: of the sources.
+        last: this block's backward runs first, while every saved prefix is alive: o1 is recomputed a quarter of a block
+            at a time until half of its prefixes are free again.
+    """
+    reads = BlockReads.__new__(BlockReads)
+    reads._open(sources, q, flat, output_weights, run, shape, eps, output_eps, 2, 4 if last else 2)
+    return reads
+
+
+class _Block:
+    """What the reads of a block have in common: sources, folded queries, scores, o1 while it lives, gradients.
+
+    A backward recomputes o1 in `pieces` parts of the block, the half that it begins with in parts of S / first_pieces;
+    0 keeps o1.
+    """
+
+    def __init__(self, sums, run, shape, q, w, eps, output_eps, pieces, first_pieces) -> None:
         self.sums, self.run, self.shape = sums, run, shape
-        self.q, self.w = q.detach(), None if w is None else w.detach()
-        self.eps, self.output_eps, self.save_o1, self.size = eps, output_eps, save_o1, q.shape[0]
+        self.q, self.w = q, None if w is None else w.detach()
+        self.eps, self.output_eps, self.size = eps, output_eps, q.shape[0]
+        self.save_o1, self.pieces, self.first_pieces = not pieces, max(pieces, 1), first_pieces
         self.sources = Fixed(x.flat for x in sums)
         self.scores, self.rstd = run.scores(self.sources, self.q, eps)
         self.o1, self.lse = self.combine(slice(None))
@@ -237,6 +298,14 @@ class _Block:
             return [self.sources[0]] * len(scores), scores[:, 0]
         o1, lse = self.run.combine(self.sources, scores)
         return o1.unbind(0), lse
+
+    def group(self, i: int) -> range:
+        """The reads whose o1 is recomputed together with read i's."""
+        step = -(-self.size // self.pieces)
+        if not self.save_o1 and i >= step:
+            step = min(step, -(-self.size // self.first_pieces))
+        first = i // step * step
+        return range(first, min(first + step, self.size))
 
     def merge(self, i: int, update: Tensor | None, prefix: Tensor | None) -> tuple[Tensor | None, Tensor]:
         if self.o1 is None:
@@ -259,17 +328,15 @@ class _BlockGrad:
         self.do: list[Tensor | None] = [None] * block.size
         self.o1: list[Tensor | None] = [None] * block.size
         self.done: set[int] = set()
-        self.dlse = torch.zeros((block.size, T), dtype=like.dtype, device=like.device)
+        self.dlse = torch.empty((block.size, T), dtype=like.dtype, device=like.device)
         programs = block.run.partials(block.sources[0])
-        self.parts = torch.zeros((block.size, 2, programs, d), dtype=like.dtype, device=like.device)
+        self.parts = torch.empty((block.size, 2, programs, d), dtype=like.dtype, device=like.device)
         self.dlse_rows, self.part_rows = self.dlse.unbind(0), self.parts.unbind(0)
 
     def rows(self, block: _Block, i: int) -> tuple[Tensor, Tensor]:
         """(o1, do1) of read i; a recomputed o1 is overwritten by its gradient."""
         if self.do[i] is None:
-            step = block.size if block.save_o1 else -(-block.size // 2)
-            first = i // step * step
-            group = range(first, min(first + step, block.size))
+            group = block.group(i)
             part = slice(group.start, group.stop)
             o1 = do = block.combine(part)[0] if block.o1 is None else block.o1[part]
             if block.save_o1 or len(block.sources) == 1:
@@ -290,7 +357,7 @@ class _Open(torch.autograd.Function):
         return q.new_empty(0)
 
     @staticmethod
-    @once_differentiable
+    @_once
     def backward(ctx, _):
         block = ctx.block
         grad, block.grad = block.grad, None
@@ -298,7 +365,8 @@ class _Open(torch.autograd.Function):
             return (None,) * (3 + ctx.sources)
         for i in range(block.size):
             if i not in grad.done:
-                grad.rows(block, i)[1].zero_()
+                for x in (grad.rows(block, i)[1], grad.dlse_rows[i], grad.part_rows[i]):
+                    x.zero_()
         acc, fresh = _accumulators(block.sums)
         _, dq = block.run.phase1_bwd(
             grad.do, grad.dlse, block.sources, block.q, block.scores, block.lse, block.rstd, into=acc, fresh=fresh
@@ -314,15 +382,14 @@ class _Read(torch.autograd.Function):
     @staticmethod
     def forward(ctx, block, i, update, prefix, ticket):
         ctx.set_materialize_grads(False)
-        u, p = (None if x is None else x.reshape(-1, x.shape[-1]) for x in (update, prefix))
-        new, y = block.merge(i, u, p)
+        new, y = block.merge(i, _flat(update), _flat(prefix))
         ctx.save_for_backward(new)
         ctx.block, ctx.i, ctx.prefixed = block, i, prefix is not None
-        p = None if i == 0 else update if prefix is None else new.reshape(block.shape)
-        return p, y.reshape(block.shape)
+        p = None if i == 0 else update if prefix is None else _shaped(new, block.shape)
+        return p, _shaped(y, block.shape)
 
     @staticmethod
-    @once_differentiable
+    @_once
     def backward(ctx, dp, dy):
         (p,) = ctx.saved_tensors
         block, i = ctx.block, ctx.i
@@ -332,12 +399,11 @@ class _Read(torch.autograd.Function):
             block.grad = _BlockGrad(block)
         grad = block.grad
         o1, do = grad.rows(block, i)
-        dy, dp = (None if x is None else x.reshape(-1, x.shape[-1]) for x in (dy, dp))
         dprefix = block.run.phase2_bwd(
-            dy, dp, p, o1, None if i == 0 else block.log_sums[i], block.queries[i], block.weights[i],
+            _flat(dy), _flat(dp), p, o1, None if i == 0 else block.log_sums[i], block.queries[i], block.weights[i],
             block.eps, block.output_eps, do=do, dlse=grad.dlse_rows[i], part=grad.part_rows[i],
         )[0]  # fmt: skip
         grad.done.add(i)
         grad.o1[i] = None
-        dprefix = None if dprefix is None else dprefix.reshape(block.shape)
+        dprefix = _shaped(dprefix, block.shape)
         return None, None, dprefix, dprefix if ctx.prefixed else None, None

@@ -7,8 +7,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from tilewise.depth.ops import backend, check_call, fold
 from tilewise.depth.schedule import Schedule
-from tilewise.depth.shared import BlockReads, SharedSource, mix_norm_shared
+from tilewise.depth.shared import BlockReads, SharedSource, mix_norm_shared, reads_of_folded
 from tilewise.depth.stream import Reads, State, chosen_norm, total
 
 from .order import Order
@@ -34,6 +35,14 @@ class SharedStream:
         self._norms, self._order = norms, Order(0, schedule.sublayers)
         self._sources = [SharedSource(embedding)]
         self._shape, self._dtype = embedding.shape, embedding.dtype
+        check_call(reads.impl, embedding)
+        self._run = backend("eager" if reads.impl == "reference" else reads.impl, embedding)
+        # All queries are folded and split at once: a block's own would be twelve launches, forward and backward.
+        folded = fold(reads.query, reads.key_weight, embedding.dtype)
+        flat, ends = folded.detach(), (*schedule.starts[1:], schedule.sublayers)
+        sizes = [b - a for a, b in zip(schedule.starts, ends, strict=True)] + [1]
+        self._run.prepare(flat, embedding.dtype)
+        self._queries, self._flat = folded.split(sizes), flat.split(sizes)
         self._prefix: Tensor | None = None
         self._update: Tensor | None = None
         self._block: BlockReads | None = None
@@ -59,16 +68,12 @@ class SharedStream:
             if sublayer:
                 self._sources.append(SharedSource(total(len(self._sources), self._prefix, self._update)))
                 self._prefix = self._update = None
-            rows = slice(visit.start, visit.end)
-            self._block = BlockReads(
-                self._sources,
-                self.reads.query[rows],
-                self.reads.key_weight[rows],
-                torch.stack(tuple(self._norms[rows])),
-                eps=self.reads.eps,
-                output_eps=self.reads.output_eps,
-                impl=self.reads.impl,
-            )
+            n, reads = len(self._sources) - 1, self.reads
+            norms = torch.stack(tuple(self._norms[visit.start : visit.end]))
+            self._block = reads_of_folded(
+                self._sources, self._queries[n], self._flat[n], norms, self._run, self._shape, reads.eps,
+                reads.output_eps, visit.end == self.schedule.sublayers,
+            )  # fmt: skip
             return self._block.first()
         self._prefix, y = self._block.merge(sublayer - visit.start, self._update, self._prefix)
         self._update = None
@@ -101,8 +106,8 @@ class SharedStream:
         reads = self.reads
         return mix_norm_shared(
             [*self._sources, last],
-            reads.query[-1],
-            reads.key_weight[-1],
+            self._queries[-1][0],
+            None,
             norm_weight,
             eps=reads.eps,
             output_eps=reads.output_eps,

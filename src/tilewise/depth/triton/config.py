@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 __all__ = [
     "combine_many",
     "combine_tiles",
@@ -27,6 +29,7 @@ def cdiv(a: int, b: int) -> int:
     return -(-a // b)
 
 
+@cache
 def next_power_of_2(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
@@ -44,6 +47,7 @@ def few(T: int) -> bool:
     return T <= 1024
 
 
+@cache
 def row_block(d: int) -> int:
     return max(next_power_of_2(d), 256)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -16,6 +17,8 @@ from tilewise.depth.triton.mergefew import merge_sources_kernel
 from tilewise.depth.triton.mixfew import mix_few_kernel
 from tilewise.depth.triton.onepass import mix_bwd_kernel, mix_fwd_kernel
 from tilewise.depth.triton.sources import bank, named, row_stride, rows, table
+from tilewise.triton.direct import Prepared
+from tilewise.triton.launch import launch as start
 
 __all__ = [
     "combine",
@@ -68,7 +71,9 @@ def _mix(sources, update, prefix, new, block, q, w, eps, output_eps) -> Tensor:
     strides = [0 if x is None else row_stride(x) // 8 for x in (update, prefix, new, block)]
     if tiles := config.mix_few(T, d, len(sources)):
         b = bank(sources)
-        mix_few_kernel[(T,)](
+        start(
+            mix_few_kernel,
+            (T,),
             b.base,
             y if b.table is None else b.table,
             y if update is None else update,
@@ -94,7 +99,9 @@ def _mix(sources, update, prefix, new, block, q, w, eps, output_eps) -> Tensor:
         )
         return y
     by = _sources(sources, y)
-    mix_fwd_kernel[(T,)](
+    start(
+        mix_fwd_kernel,
+        (T,),
         by.pointers,
         by.table,
         y if update is None else update,
@@ -160,7 +167,9 @@ def mix_bwd(dy, dp, sources, p, q, w, eps, output_eps, into=None, fresh=False):
     grads = [torch.empty((T, d), dtype=dy.dtype, device=dy.device) for _ in sources] if into is None else into
     dprefix = None if p is None else torch.empty_like(p, memory_format=torch.contiguous_format)
     by = _sources(sources, dy)
-    mix_bwd_kernel[(programs,)](
+    start(
+        mix_bwd_kernel,
+        (programs,),
         dy,
         dy if dp is None else dp.contiguous(),
         by.pointers,
@@ -171,8 +180,7 @@ def mix_bwd(dy, dp, sources, p, q, w, eps, output_eps, into=None, fresh=False):
         tuple(grads) if grads and not by.through else (part,),
         table(grads) if by.through else dy,
         dy if p is None else dprefix,
-        part[0],
-        part[1],
+        part,
         T,
         len(sources),
         by.stride8,
@@ -193,33 +201,32 @@ def mix_bwd(dy, dp, sources, p, q, w, eps, output_eps, into=None, fresh=False):
     return (grads if into is None else []), dprefix, dq, dw
 
 
+@lru_cache(4096)
+def _merge_plan(T, d, size, mode, norm, few, eps, output_eps) -> Prepared:
+    """`few` is here because it decides the tile."""
+    tile = {"BD": config.row_block(d), "num_warps": config.merge_warps(T, d)}
+    how = {"PREFIX": mode, "NORM": norm, "ONE_REDUCTION": config.one_reduction(T, size), "EARLY": few, "D": d}
+    return Prepared(merge_fwd_kernel, (T,), (eps, output_eps), {**how, **tile})
+
+
 def phase2_fwd(update, prefix, o1, lse, q, w, eps, output_eps, new=None):
     """See :func:`tilewise.depth.eager.phase2_fwd`."""
     T, d = o1.shape
-    o1, update, prefix = (None if x is None else x.contiguous() for x in (o1, update, prefix))
-    y = torch.empty((T, d), dtype=o1.dtype, device=o1.device)
-    new = _sum(update, prefix, new)
+    o1 = o1.contiguous()
+    y = torch.empty_like(o1)
+    mode = 0
+    if update is not None:
+        update, lse, mode = update.contiguous(), lse.contiguous(), 1
+        if prefix is not None:
+            prefix, mode = prefix.contiguous(), 2
+            new = torch.empty_like(o1) if new is None else new
     if T:
-        merge_fwd_kernel[(T,)](
-            y if update is None else update,
-            y if prefix is None else prefix,
-            o1,
-            y if lse is None else lse.contiguous(),
-            y if q is None else q,
-            y if w is None else w,
-            y if new is None else new,
-            y,
-            eps,
-            output_eps,
-            PREFIX=0 if update is None else 1 if prefix is None else 2,
-            NORM=w is not None,
-            EARLY=config.few(T),
-            ONE_REDUCTION=config.one_reduction(T, o1.element_size()),
-            D=d,
-            BD=config.row_block(d),
-            num_warps=config.merge_warps(T, d),
-        )
-    return (update if prefix is None else new), y
+        # A pointer that is not used is y's: a variant of the kernel never sees it.
+        _merge_plan(T, d, o1.element_size(), mode, w is not None, config.few(T), eps, output_eps)(
+            update if mode else y, prefix if mode == 2 else y, o1, lse if mode else y, q if mode else y,
+            y if w is None else w, new if mode == 2 else y, y,
+        )  # fmt: skip
+    return (new if mode == 2 else update), y
 
 
 def direct(T: int, n: int, queries: int) -> bool:
@@ -239,7 +246,9 @@ def phase2_from_scores(update, prefix, sources, s, q, w, eps, output_eps, new=No
     y = torch.empty((T, d), dtype=like.dtype, device=like.device)
     new = _sum(update, prefix, new)
     if T:
-        merge_sources_kernel[(T,)](
+        start(
+            merge_sources_kernel,
+            (T,),
             tuple(sources),
             s,
             y if update is None else update,
@@ -263,52 +272,47 @@ def phase2_from_scores(update, prefix, sources, s, q, w, eps, output_eps, new=No
     return (update if prefix is None else new), y
 
 
+@lru_cache(4096)
+def _merge_bwd_tile(T: int, d: int, size: int) -> tuple[int, dict]:
+    tile = config.merge_bwd(T, d, size)
+    return max(tile.pop("programs"), 1), tile
+
+
+@lru_cache(4096)
+def _merge_bwd_plan(T, d, size, prefix, dp, norm, zeros, eps, output_eps) -> Prepared:
+    programs, tile = _merge_bwd_tile(T, d, size)
+    how = {"PREFIX": prefix, "DP": dp, "NORM": norm, "ZEROS": zeros, "D": d, "BD": config.row_block(d)}
+    return Prepared(merge_bwd_kernel, (programs,), (T, eps, output_eps), {**how, **tile})
+
+
 def partials(v: Tensor) -> int:
     """Rows of dq and dw that :func:`phase2_bwd` leaves in `part` for a tensor `[T, d]` like `v`."""
-    return max(config.merge_bwd(*v.shape, v.element_size())["programs"], 1)
+    return _merge_bwd_tile(*v.shape, v.element_size())[0]
 
 
 def phase2_bwd(dy, dp, p, o1, lse, q, w, eps, output_eps, do=None, dlse=None, part=None):
     """See :func:`tilewise.depth.eager.phase2_bwd`.
 
     `do` may be o1 itself, `dlse` and `part` (`[2, programs, d]` fp32, dq and dw before their sum) may be rows of the
-    caller's buffers; with `part` the sums are left to the caller and dq, dw are None.
+    caller's buffers; with `part` the sums are left to the caller and dq, dw are None. Without a prefix dlse and dq are
+    zeros then.
     """
     T, d = dy.shape
     dy, o1 = dy.contiguous(), o1.contiguous()
-    cfg = config.merge_bwd(T, d, dy.element_size())
-    programs = max(cfg.pop("programs"), 1)
     own = part is None
     if own:
-        part = torch.empty((2, programs, d), dtype=torch.float32, device=dy.device)
+        part = torch.empty((2, partials(dy), d), dtype=torch.float32, device=dy.device)
     do = torch.empty_like(o1) if do is None else do
     dprefix = None
     if p is not None:
-        p, dprefix = p.contiguous(), torch.empty((T, d), dtype=dy.dtype, device=dy.device)
+        p, lse, dprefix = p.contiguous(), lse.contiguous(), torch.empty_like(dy)
         dlse = torch.empty(T, dtype=torch.float32, device=dy.device) if dlse is None else dlse
-    merge_bwd_kernel[(programs,)](
-        dy,
-        dy if dp is None else dp.contiguous(),
-        dy if p is None else p,
-        o1,
-        dy if lse is None else lse.contiguous(),
-        dy if q is None else q,
-        dy if w is None else w,
-        dy if p is None else dprefix,
-        do,
-        dy if p is None else dlse,
-        part[0],
-        part[1],
-        T,
-        eps,
-        output_eps,
-        PREFIX=p is not None,
-        DP=dp is not None,
-        NORM=w is not None,
-        D=d,
-        BD=config.row_block(d),
-        **cfg,
-    )
+    zeros = p is None and not own and dlse is not None
+    _merge_bwd_plan(T, d, dy.element_size(), p is not None, dp is not None, w is not None, zeros, eps, output_eps)(
+        dy, dy if dp is None else dp.contiguous(), dy if p is None else p, o1, dy if p is None else lse,
+        dy if p is None else q, dy if w is None else w, dy if p is None else dprefix, do,
+        dy if dlse is None else dlse, part,
+    )  # fmt: skip
     dq = part[0].sum(0) if own and p is not None else None
     dw = part[1].sum(0) if own and w is not None else None
     return dprefix, do, dlse, dq, dw

@@ -13,6 +13,7 @@ from tilewise.depth.triton.many import combine_many_kernel, read_kernel
 from tilewise.depth.triton.phase1 import combine_kernel, finish_kernel, scores_kernel
 from tilewise.depth.triton.phase1_bwd import inner_kernel, source_grad_kernel, weights_kernel
 from tilewise.depth.triton.sources import bank, row_stride, rows
+from tilewise.triton.launch import launch as start
 
 __all__ = ["combine", "complete", "phase1_bwd", "prepare", "read", "scores", "split_queries"]
 
@@ -28,26 +29,37 @@ def split_queries(q: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """
     if dtype == torch.float32:
         return q, q
-    version = -1 if q.is_inference() else q._version
-    known = _SPLIT.get(q)
-    if known is not None and known[0] == (version, dtype) and version >= 0:
-        return known[1]
-    whole = _SPLIT.get(q._base) if q._base is not None else None
-    if whole is not None and whole[0] == (version, dtype) and q.shape[1:] == q._base.shape[1:] and q.is_contiguous():
-        first = (q.storage_offset() - q._base.storage_offset()) // q.shape[1]
-        parts = tuple(x[first : first + q.shape[0]] for x in whole[1])
-        _SPLIT[q] = (version, dtype), parts
-        return parts
+    known = _known(q, dtype)
+    if known is not None:
+        return known
     high = q.to(dtype)
     parts = high, (q - high.float()).to(dtype)
-    if version >= 0 and not (q.is_cuda and torch.cuda.is_current_stream_capturing()):
-        _SPLIT[q] = (version, dtype), parts
+    if not q.is_inference() and not (q.is_cuda and torch.cuda.is_current_stream_capturing()):
+        _SPLIT[q] = (q._version, dtype), parts
+    return parts
+
+
+def _known(q: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
+    """Parts that are remembered for q, or for the tensor of which it is some rows."""
+    if q.is_inference():
+        return None
+    found, stamp = _SPLIT.get(q), (q._version, dtype)
+    if found is not None:
+        return found[1] if found[0] == stamp else None
+    base = q._base
+    found = None if base is None else _SPLIT.get(base)
+    if found is None or found[0] != stamp or q.shape[1:] != base.shape[1:] or not q.is_contiguous():
+        return None
+    first = (q.storage_offset() - base.storage_offset()) // q.shape[1]
+    parts = tuple(x[first : first + q.shape[0]] for x in found[1])
+    _SPLIT[q] = stamp, parts
     return parts
 
 
 def prepare(q: Tensor, dtype: torch.dtype) -> None:
-    """Split queries of which later calls take rows: the rows' parts are views of these."""
-    split_queries(q, dtype)
+    """See :func:`tilewise.depth.eager.prepare`. q and its parts are made in the same capture, if there is one."""
+    if dtype != torch.float32 and not q.is_inference():
+        _SPLIT[q] = (q._version, dtype), split_queries(q, dtype)
 
 
 def _fits(name: str, x: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, strides: bool = False) -> None:
@@ -79,7 +91,9 @@ def _scores(v: Sequence[Tensor] | None, add, q, eps, s, r) -> None:
         r_out = torch.empty((splits, n, T), dtype=torch.float32, device=like.device)
         strides = (n * T, T, S * n * T, n * T)
     grid = (config.cdiv(T, cfg["BT"] * cfg["SUB"]), n, config.cdiv(S, cfg["BS"]) * splits)
-    scores_kernel[grid](
+    start(
+        scores_kernel,
+        grid,
         like,
         like if b.table is None else b.table,
         *(add if add is not None else (like, like, like)),
@@ -104,9 +118,8 @@ def _scores(v: Sequence[Tensor] | None, add, q, eps, s, r) -> None:
     )
     if splits > 1:
         grid = (config.cdiv(T, 128), n, S)
-        finish_kernel[grid](
-            s_out, r_out, s, r, T, n, S, splits, s.stride(0), s.stride(1), eps, D=d, B=128, num_warps=4
-        )  # fmt: skip
+        strides = s.stride(0), s.stride(1)
+        start(finish_kernel, grid, s_out, r_out, s, r, T, n, S, splits, *strides, eps, D=d, B=128, num_warps=4)
 
 
 def scores(sources, q, eps, out=None):
@@ -156,15 +169,16 @@ def combine(sources, s, out=None, lse=None):
     if cfg := config.combine_many(T, d, n, S, like.element_size()):
         span = cfg.pop("span")
         grid = (T * config.cdiv(S, cfg["BS"]), config.cdiv(config.cdiv(d, cfg["BD"]), span))
-        combine_many_kernel[grid](
-            like, where, s, o1, lse, T, n, S, *strides, span, TABLE=b.table is not None, D=d, **cfg
-        )  # fmt: skip
+        through = {"TABLE": b.table is not None}
+        start(combine_many_kernel, grid, like, where, s, o1, lse, T, n, S, *strides, span, **through, D=d, **cfg)
         return o1, lse
     cfg = config.combine_tiles(T, d, n, S, like.element_size())
     span = cfg.pop("span")
     one = n <= cfg["BN"]
     grid = (config.cdiv(T, cfg["BT"]) * config.cdiv(S, cfg["BS"]), config.cdiv(config.cdiv(d, cfg["BD"]), span))
-    combine_kernel[grid](
+    start(
+        combine_kernel,
+        grid,
         like,
         where,
         s,
@@ -195,7 +209,9 @@ def read(o1, lse, sources, update, s, w, output_eps, slot=None):
     o1 = None if o1 is None else o1.contiguous()
     update = None if update is None else rows(update)
     s = s if T == 1 or s.stride(1) == 1 else s.contiguous()
-    read_kernel[(T,)](
+    start(
+        read_kernel,
+        (T,),
         y if b is None else b.base,
         y if b is None or b.table is None else b.table,
         s,
@@ -223,6 +239,10 @@ def read(o1, lse, sources, update, s, w, output_eps, slot=None):
     return y
 
 
+def _from(x: Tensor, row: int) -> Tensor:
+    return x[row:] if row else x
+
+
 def phase1_bwd(do1, dlse, sources, q, s, lse, r, into=None, fresh=False):
     """See :func:`tilewise.depth.eager.phase1_bwd`; `fresh` accumulators are written, not added to."""
     do1 = [x.contiguous() for x in do1]
@@ -245,29 +265,30 @@ def phase1_bwd(do1, dlse, sources, q, s, lse, r, into=None, fresh=False):
     strides = (do.stride8, b.stride8, b.row8)
     do_table = like if do.table is None else do.table
     flags = {"TABLE": b.table is not None, "DO_TABLE": do.table is not None}
-    inner_kernel[grid](do.base, do_table, like, table, g, T, n, S, *strides, **flags, D=d, **cfg)
-    weights_kernel[(config.cdiv(T, 32),)](
-        s, lse, lse if dlse is None else dlse, r, g, a, c, T, n, S, DLSE=dlse is not None,
-        BS=config.next_power_of_2(S), BT=32, D=d, num_warps=4,
-    )  # fmt: skip
+    start(inner_kernel, grid, do.base, do_table, like, table, g, T, n, S, *strides, **flags, D=d, **cfg)
+    tiles = {"DLSE": dlse is not None, "BS": config.next_power_of_2(S), "BT": 32, "D": d, "num_warps": 4}
+    start(weights_kernel, (config.cdiv(T, 32),), s, lse, lse if dlse is None else dlse, r, g, a, c, T, n, S, **tiles)
     out = bank(acc)
-    dq = torch.empty((S, d), dtype=torch.float32, device=like.device)
-    q_low = q.to(like.dtype)
+    sums = []
+    known = _known(q, like.dtype)
+    q_low = q.to(like.dtype) if known is None else known[0]
     for s0 in range(0, S, 16):
         m = min(16, S - s0)
         cfg = config.dv_tiles(T, d, n, m, size)
         programs = cfg.pop("programs")
         chunks = config.cdiv(n, cfg["BN"])
         part = torch.empty((chunks * programs, m, d), dtype=torch.float32, device=like.device)
-        source_grad_kernel[(config.cdiv(d, cfg["BD"]), programs, chunks)](
+        start(
+            source_grad_kernel,
+            (config.cdiv(d, cfg["BD"]), programs, chunks),
             do.base if do.table is not None else do1[s0],
-            do_table[s0:] if do.table is not None else like,
+            _from(do_table, s0),
             like,
             table,
-            a[s0:],
-            g[s0:],
+            _from(a, s0),
+            _from(g, s0),
             c,
-            q_low[s0:],
+            _from(q_low, s0),
             out.base,
             like if out.table is None else out.table,
             part,
@@ -283,7 +304,7 @@ def phase1_bwd(do1, dlse, sources, q, s, lse, r, into=None, fresh=False):
             D=d,
             **cfg,
         )
-        torch.sum(part.view(chunks, programs, m, d).sum(0) if chunks > 1 else part, 0, out=dq[s0 : s0 + m])
+        sums.append(part.sum(0))
     if acc is not grads:
         grads = [x.to(like.dtype) for x in acc]
-    return (grads if into is None else []), dq
+    return (grads if into is None else []), sums[0] if len(sums) == 1 else torch.cat(sums)

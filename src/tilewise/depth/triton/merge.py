@@ -84,8 +84,7 @@ def merge_bwd_kernel(
     dprefix,
     do_ptr,
     dlse_ptr,
-    dq_part,
-    dw_part,
+    part,
     T,
     eps,
     output_eps,
@@ -95,8 +94,13 @@ def merge_bwd_kernel(
     D: tl.constexpr,
     BD: tl.constexpr,
     STAGES: tl.constexpr,
+    ZEROS: tl.constexpr,
 ):
-    """Every scalar of a row comes from one fused reduction of six sums. do may overwrite o1: a row is read first."""
+    """Every scalar of a row comes from one fused reduction of six sums. do may overwrite o1: a row is read first.
+
+    dq and dw of a program go to part[0] and part[1], `[2, programs, D]`. ZEROS: without a prefix dq and dlse are
+    written too, as zeros.
+    """
     c = tl.arange(0, BD)
     m = c < D
     dtype: tl.constexpr = do_ptr.dtype.element_ty
@@ -150,8 +154,10 @@ def merge_bwd_kernel(
                 dw += o * rh * dy
                 dh = (wdy - o * (rh * rh * hw / D)) * rh
             tl.store(do_ptr + row, dh.to(dtype), mask=m)
-    part = tl.program_id(0).to(tl.int64) * D + c
-    if PREFIX:
-        tl.store(dq_part + part, dq, mask=m)
+            if ZEROS:
+                tl.store(dlse_ptr + t, 0.0)
+    at = tl.program_id(0).to(tl.int64) * D + c
+    if PREFIX or ZEROS:
+        tl.store(part + at, dq, mask=m)
     if NORM:
-        tl.store(dw_part + part, dw, mask=m)
+        tl.store(part + tl.num_programs(0).to(tl.int64) * D + at, dw, mask=m)

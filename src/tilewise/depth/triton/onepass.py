@@ -131,8 +131,7 @@ def mix_bwd_kernel(
     grads,
     grad_table,
     dprefix,
-    dq_part,
-    dw_part,
+    part,
     T,
     n,
     source_stride8,
@@ -200,7 +199,7 @@ def mix_bwd_kernel(
             if DP:
                 dv += tl.load(dp_ptr + out, mask=m, other=0.0).to(tl.float32)
             tl.store(dprefix + out, dv.to(dtype), mask=m)
-    part = tl.program_id(0).to(tl.int64) * D + c
-    tl.store(dq_part + part, dq, mask=m)
+    at = tl.program_id(0).to(tl.int64) * D + c
+    tl.store(part + at, dq, mask=m)
     if NORM:
-        tl.store(dw_part + part, dw, mask=m)
+        tl.store(part + tl.num_programs(0).to(tl.int64) * D + at, dw, mask=m)

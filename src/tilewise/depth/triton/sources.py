@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tilewise.depth.sources import Fixed
 from tilewise.depth.triton.common import table_kernel
+from tilewise.triton.launch import launch as start
 
 __all__ = ["Bank", "bank", "named", "rows", "table"]
 
@@ -60,7 +61,7 @@ def table(tensors: Sequence[Tensor]) -> Tensor:
     out = torch.empty(len(tensors), dtype=torch.int64, device=tensors[0].device)
     for i in range(0, len(tensors), TABLE_CHUNK):
         part = tuple(tensors[i : i + TABLE_CHUNK])
-        table_kernel[(1,)](part, out[i:], COUNT=len(part), num_warps=1)
+        start(table_kernel, (1,), part, out[i:], COUNT=len(part), num_warps=1)
     return out
 
 
@@ -69,12 +70,12 @@ def even_step(sources: Sequence[Tensor]) -> int | None:
 
     Tensors of their own may be evenly spaced by chance: taking that path would compile a second variant now and then.
     """
-    start, storage = sources[0].data_ptr(), sources[0].untyped_storage().data_ptr()
+    first, storage = sources[0].data_ptr(), sources[0].untyped_storage().data_ptr()
     if any(v.untyped_storage().data_ptr() != storage for v in sources[1:]):
         return None
-    step = sources[1].data_ptr() - start if len(sources) > 1 else 0
+    step = sources[1].data_ptr() - first if len(sources) > 1 else 0
     even = step >= 0 and step % (8 * sources[0].element_size()) == 0
-    return step if even and all(v.data_ptr() == start + j * step for j, v in enumerate(sources)) else None
+    return step if even and all(v.data_ptr() == first + j * step for j, v in enumerate(sources)) else None
 
 
 def bank(sources: Sequence[Tensor]) -> Bank:
