@@ -39,7 +39,7 @@ train() {
 part() {
     within=$(($2 - 8))
     case $1 in
-    tests) $python -m pytest -q -p no:cacheprovider --durations=5 tests/depth/test_*_gpu.py ;;
+    tests) $python benchmarks/depth_tests.py --out "$out" --until $within ;;
     checks) $python benchmarks/depth_kernels.py check --out "$out" ;;
     bench) bench --systems tilewise,tilewise-one-pass,tilewise-overlap,tilewise-serving,plain,eager ;;
     compile-bench) bench --systems compile ;;
@@ -65,7 +65,7 @@ part() {
 
 limit_of() {
     case $1 in
-    tests) echo 120 ;; checks) echo 90 ;; bench) echo 100 ;; compile-bench) echo 100 ;; peers) echo 200 ;;
+    tests) echo 150 ;; checks) echo 90 ;; bench) echo 100 ;; compile-bench) echo 100 ;; peers) echo 200 ;;
     overhead) echo 150 ;; traffic) echo 150 ;; memcheck) echo 180 ;; train) echo 250 ;;
     *) return 1 ;;
     esac
