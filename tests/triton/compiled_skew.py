@@ -64,7 +64,7 @@ def main():
     config.SKEW_IN_REGISTERS = True
 
     def warm(kernel, grid, *args, **meta):
-        if kernel.__name__ not in ("attend_band", "query_pass", "key_pass", "collect_tiles", "spread"):
+        if kernel.__name__ not in ("attend_band", "query_pass", "key_pass", "collect_tiles", "spread", "sum_rows"):
             return
         made = kernel.warmup(*args, grid=grid, **meta)
         ptx = made.asm["ptx"]
@@ -75,13 +75,12 @@ def main():
         print(json.dumps(line), flush=True)
 
     launcher.append(warm)
-    for case in ("deberta", "txl"):
+    for case in ("deberta", "txl", "wav2vec2_bert"):
         call = call_of(case, Sizes(2, 4, 4, 2048, 2048, 64, 64, None, published=True), "none", torch.float16, "meta")
         o, lse = torch.empty_like(call.q), torch.empty(2, 4, 2048, device="meta")
         kernels.forward(call, o, lse)
-        if case == "txl":
-            leaves = [call.q, call.k, call.v, *call.tensors]
-            kernels.backward(call, o, None, o, lse, [True] * len(leaves), [torch.empty_like(x) for x in leaves])
+        leaves = [call.q, call.k, call.v, *call.tensors]
+        kernels.backward(call, o, None, o, lse, [True] * len(leaves), [torch.empty_like(x) for x in leaves])
 
 
 if __name__ == "__main__":

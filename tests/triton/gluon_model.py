@@ -206,6 +206,16 @@ class Pending:
         self.result = product
 
 
+def _outputs(constraints: str) -> int:
+    """How many of an inlined text's operands are outputs."""
+    return sum(c.startswith("=") for c in constraints.split(","))
+
+
+def _bits(x: torch.Tensor) -> np.ndarray:
+    """A tile as unsigned integers: integers are held in 64 bits here and have 32 in the kernel."""
+    return x.numpy().astype(np.uint32) if x.dtype == torch.int64 else x.view(torch.int16).numpy().view(np.uint16)
+
+
 class Program:
     """One program: its barriers, products and copies under way, and the language as it sees it."""
 
@@ -281,11 +291,17 @@ class Program:
         text = _raw(text)
         if text.startswith("cvt.rn.satfinite.f16x2"):
             return Value(args[0].x.clamp(-65504.0, 65504.0).half())
-        registers = [
-            r for a in args for r in lanes.fragment(a.x.contiguous().view(torch.int16).numpy().view(np.uint16))
-        ]
-        tile = lanes.tile_of(lanes.execute(text, 16, registers)).view(np.int16)
-        return Value(torch.from_numpy(tile).view(args[0].x.dtype))
+        registers = [r for a in args for r in lanes.fragment(_bits(a.x.contiguous()))]
+        # `pack` values at a time, each time as many registers of outputs and of inputs as the constraints name.
+        outputs = _outputs(_raw(constraints))
+        inputs = len(_raw(constraints).split(",")) - outputs
+        made = []
+        for n in range(0, len(registers), inputs):
+            made += lanes.execute(text, outputs, registers[n : n + inputs])
+        tile = lanes.tile_of(made)
+        if tile.itemsize == 4:
+            return Value(torch.from_numpy(tile.astype(np.int64)))
+        return Value(torch.from_numpy(tile.view(np.int16)).view(_dtype(dtype)))
 
     def language(self):
         def init(bar, count):

@@ -1,33 +1,55 @@
 """A numpy interpreter for the PTX that the Hopper kernels inline: 128 threads, registers of 32 bits, quad shuffles."""
 
 import re
+from functools import lru_cache
 
 import numpy as np
 
 THREADS = np.arange(128, dtype=np.uint32)
 
 
-def fragment(tile: np.ndarray) -> list[np.ndarray]:
-    """The 16 registers (128 threads each) that hold a [64, 64] tile of 16-bit values as a Hopper product leaves it.
-
-    Register 2n + s of a thread: columns 8n + 2·(lane mod 4) + {0, 1} of row 16·warp + 8·s + lane / 4, low half first.
-    """
+def _place(k: int) -> tuple[np.ndarray, np.ndarray]:
+    """Row and first column of the k-th pair of entries of each thread."""
     warp, lane = THREADS // 32, THREADS % 32
+    return 16 * warp + 8 * (k % 2) + lane // 4, 8 * (k // 2) + 2 * (lane % 4)
+
+
+def fragment(tile: np.ndarray) -> list[np.ndarray]:
+    """The registers (128 threads each) that hold a [64, 64] tile as a Hopper product leaves it.
+
+    16 for 16-bit values, register 2n + s of a thread: columns 8n + 2·(lane mod 4) + {0, 1} of row 16·warp + 8·s +
+    lane / 4, low half first; 32 for 32-bit values, the two columns one after the other.
+    """
     registers = []
     for k in range(16):
-        row, column = 16 * warp + 8 * (k % 2) + lane // 4, 8 * (k // 2) + 2 * (lane % 4)
-        registers.append(tile[row, column].astype(np.uint32) | tile[row, column + 1].astype(np.uint32) << 16)
+        row, column = _place(k)
+        pair = tile[row, column].astype(np.uint32), tile[row, column + 1].astype(np.uint32)
+        registers += [pair[0] | pair[1] << 16] if tile.itemsize == 2 else pair
     return registers
 
 
 def tile_of(registers: list[np.ndarray]) -> np.ndarray:
     """The inverse of :func:`fragment`."""
-    warp, lane = THREADS // 32, THREADS % 32
-    tile = np.zeros((64, 64), np.uint16)
-    for k, value in enumerate(registers):
-        row, column = 16 * warp + 8 * (k % 2) + lane // 4, 8 * (k // 2) + 2 * (lane % 4)
-        tile[row, column], tile[row, column + 1] = value & 0xFFFF, value >> 16
+    wide = len(registers) == 32
+    tile = np.zeros((64, 64), np.uint32 if wide else np.uint16)
+    for k in range(16):
+        row, column = _place(k)
+        pair = registers[2 * k : 2 * k + 2] if wide else (registers[k] & 0xFFFF, registers[k] >> 16)
+        tile[row, column], tile[row, column + 1] = pair
     return tile
+
+
+@lru_cache(maxsize=16)
+def _instructions(ptx: str) -> list[tuple[str, str, list[str]]]:
+    """(name, destination, sources) of each instruction."""
+    found = []
+    for line in re.split(r"[;\n]", ptx.strip()[1:-1]):
+        line = line.strip()
+        if line and not line.startswith(".reg"):
+            name, rest = line.split(maxsplit=1)
+            to, *sources = [a.strip() for a in rest.split(",")]
+            found.append((name, to, sources))
+    return found
 
 
 def execute(ptx: str, outputs: int, inputs: list[np.ndarray]) -> list[np.ndarray]:
@@ -41,12 +63,7 @@ def execute(ptx: str, outputs: int, inputs: list[np.ndarray]) -> list[np.ndarray
             return state[name]
         return np.full(128, int(name, 0), np.uint32)
 
-    for line in re.split(r"[;\n]", ptx.strip()[1:-1]):
-        line = line.strip()
-        if not line or line.startswith(".reg"):
-            continue
-        name, rest = line.split(maxsplit=1)
-        to, *sources = [a.strip() for a in rest.split(",")]
+    for name, to, sources in _instructions(ptx):
         a = [value(s) for s in sources]
         operation = name.split(".")[0]
         if operation == "mov":
@@ -79,5 +96,5 @@ def execute(ptx: str, outputs: int, inputs: list[np.ndarray]) -> list[np.ndarray
             assert (source <= (lane & segment | clamp & ~segment)).all()
             state[to] = a[0][THREADS - lane + source]
         else:
-            raise ValueError(f"unknown instruction {line!r}")
+            raise ValueError(f"unknown instruction {name}")
     return [state[f"${n}"] for n in range(outputs)]

@@ -59,7 +59,8 @@ def call_of(kinds, rowmap, Tq, Tk=None, B=1, H=1, Hk=None, dtype=HALF, mask=None
     return Call(q, k, v, tuple(ports), mask or Mask(), (3 * d) ** -0.5, Tk - Tq)
 
 
-CLIPPED, BUCKETS = rows.clipped(-70, 55), rows.deberta_buckets(16, 72)
+CLIPPED, NEAR, BUCKETS = rows.clipped(-70, 55), rows.clipped(-9, 5), rows.deberta_buckets(16, 72)
+LENGTHS = lambda: Mask.lengths(torch.tensor([130, 0]))  # noqa: E731
 JOBS = {
     "both": lambda: call_of(["query", "key"], BUCKETS, 330),
     "both-backwards": lambda: call_of(["key", "query"], CLIPPED, 290, H=2, shared=True),
@@ -90,31 +91,29 @@ GRADIENTS = {
     "gradients-shares": lambda: txl(200, B=2, H=2),
     "gradients-bf16": lambda: txl(130, dtype=BRAIN),
     "gradients-parameters": lambda: txl(100, parameters=torch.float32),
-    "query-gradients": lambda: call_of(["query"], CLIPPED, 390, H=2),
-    "query-gradients-shared": lambda: call_of(["query"], rows.clipped(-9, 20, descending=True), 330, H=2, shared=True),
-    "query-gradients-causal": lambda: call_of(["query"], CLIPPED, 390, mask=Mask.causal()),
-    "query-gradients-window": lambda: call_of(["query"], rows.clipped(-40, 40), 330, mask=Mask.window(150, 20)),
-    "query-gradients-lengths": lambda: call_of(
-        ["query"], rows.clipped(-9, 9), 200, B=2, mask=Mask.lengths(torch.tensor([130, 0]))
-    ),
-    "query-gradients-heads": lambda: call_of(["query"], rows.clipped(-9, 9), 300, H=4, Hk=2),
-    "query-gradients-cross": lambda: call_of(["query"], rows.clipped(-9, 9), 70, 300, H=2, Hk=1),
-    "query-gradients-long-queries": lambda: call_of(["query"], rows.clipped(-9, 9), 300, 70),
-    "query-gradients-bf16": lambda: call_of(["query"], rows.clipped(-9, 9), 260, dtype=BRAIN),
-    "query-gradients-short": lambda: call_of(["query"], CLIPPED, 130, B=2),
+    "query-gradients": lambda: call_of(["query"], NEAR, 200),
+    "query-gradients-long": lambda: call_of(["query"], rows.clipped(-70, 20), 330),
+    "query-gradients-shared": lambda: call_of(["query"], rows.clipped(-9, 20, descending=True), 200, H=2, shared=True),
+    "query-gradients-causal": lambda: call_of(["query"], NEAR, 200, mask=Mask.causal()),
+    "query-gradients-window": lambda: call_of(["query"], NEAR, 200, mask=Mask.window(120, 20)),
+    "query-gradients-lengths": lambda: call_of(["query"], NEAR, 200, B=2, mask=LENGTHS()),
+    "query-gradients-heads": lambda: call_of(["query"], NEAR, 140, H=4, Hk=2),
+    "query-gradients-cross": lambda: call_of(["query"], NEAR, 70, 260, H=2, Hk=1),
+    "query-gradients-long-queries": lambda: call_of(["query"], NEAR, 260, 70),
+    "query-gradients-bf16": lambda: call_of(["query"], NEAR, 200, dtype=BRAIN),
+    "query-gradients-short": lambda: call_of(["query"], BUCKETS, 100, B=2),
     "query-gradients-none": lambda: call_of(["query"], rows.windowed(-3, 2), 200),
-    "both-gradients": lambda: call_of(["query", "key"], BUCKETS, 330),
-    "both-gradients-backwards": lambda: call_of(["key", "query"], CLIPPED, 290, H=2, shared=True),
-    "both-gradients-causal": lambda: call_of(["query", "key"], BUCKETS, 330, mask=Mask.causal()),
-    "both-gradients-window": lambda: call_of(["query", "key"], rows.clipped(-40, 40), 330, mask=Mask.window(150, 20)),
-    "both-gradients-lengths": lambda: call_of(
-        ["query", "key"], BUCKETS, 200, B=2, mask=Mask.lengths(torch.tensor([130, 0]))
-    ),
-    "both-gradients-heads": lambda: call_of(["query", "key"], rows.clipped(-9, 9), 200, H=4, Hk=2),
-    "both-gradients-cross": lambda: call_of(["query", "key"], BUCKETS, 70, 300, H=2, Hk=1),
-    "both-gradients-bf16": lambda: call_of(["query", "key"], BUCKETS, 200, dtype=BRAIN),
+    "both-gradients": lambda: call_of(["query", "key"], NEAR, 200),
+    "both-gradients-long": lambda: call_of(["query", "key"], BUCKETS, 330),
+    "both-gradients-backwards": lambda: call_of(["key", "query"], NEAR, 200, H=2, shared=True),
+    "both-gradients-causal": lambda: call_of(["query", "key"], NEAR, 200, mask=Mask.causal()),
+    "both-gradients-window": lambda: call_of(["query", "key"], NEAR, 200, mask=Mask.window(120, 20)),
+    "both-gradients-lengths": lambda: call_of(["query", "key"], NEAR, 200, B=2, mask=LENGTHS()),
+    "both-gradients-heads": lambda: call_of(["query", "key"], NEAR, 140, H=4, Hk=2),
+    "both-gradients-cross": lambda: call_of(["query", "key"], NEAR, 70, 260, H=2, Hk=1),
+    "both-gradients-bf16": lambda: call_of(["query", "key"], NEAR, 200, dtype=BRAIN),
     "both-gradients-short": lambda: call_of(["query", "key"], BUCKETS, 70, B=2),
-    "both-gradients-shares": lambda: call_of(["query", "key"], rows.clipped(-9, 9), 200, B=2, H=2),
+    "both-gradients-shares": lambda: call_of(["query", "key"], NEAR, 130, B=2, H=2),
 }
 
 
@@ -128,11 +127,32 @@ BROKEN = {
     "rows": ("both", band.attend_band, "row_c - (u + 2) * _T", "row_c - (u + 1) * _T"),
     "slot": ("both", band.attend_band, "later = u + STAGES - 1", "later = u + STAGES"),
     "edge": ("query", band.attend_band, "end_a if side == 0 else end_b", "end_b if side == 0 else end_a"),
-    "order": ("gradients", band_queries.query_pass, "unskew(before, now)", "unskew(now, before)"),
+    "order": ("gradients", band_queries.query_pass, "unskew(before, now)", "unskew(carried(now), now)"),
     "early": ("gradients", band_queries.query_pass, "(u + 2) % 3", "u % 3"),
     "staged": ("gradients", band_queries.query_pass, "        tma.store_wait(0)\n        #", "        #"),
     "heads": ("gradients-heads", band_keys.key_pass, "e0 = n * (band + 1)", "e0 = n * band"),
     "turned": ("gradients", band_keys.key_pass, "skew(low, high)", "skew(high, low)"),
+    "end": (
+        "query-gradients",
+        band_queries.query_pass,
+        "end_a if side == 0 else end_b",
+        "end_b if side == 0 else end_a",
+    ),
+    "plane": ("query-gradients", band_queries.query_pass, "(side + 1) * plane", "side * plane"),
+    "sums": ("query-gradients", band_queries._saturated, "sums += gl.sum(ds, 1)", "sums = gl.sum(ds, 1)"),
+    "place": ("query-gradients", band_queries.query_pass, "t1 * _T - i0 - base", "t1 * _T - base"),
+    "stretch": (
+        "query-gradients",
+        band_keys._of_step,
+        "gl.where(t < band + t1, 2, 1)",
+        "gl.where(t < band + t1, 1, 2)",
+    ),
+    "before": ("both-gradients", band_queries.query_pass, "total - done", "total"),
+    "shifted": ("both-gradients", band_keys._fetch, "gl.where(stretch == 2, B + b, b)", "b"),
+    "carried": ("both-gradients", band_keys.key_pass, "last = carried(here)", "last = last"),
+    "missing": ("both-gradients", band_keys.key_pass, "acc_k + gl.where(some, rest, 0.0)", "acc_k"),
+    "slots": ("both-gradients", band_keys.key_pass, "cbars.index((e0 + t + 2) % 3)", "cbars.index((e0 + t) % 3)"),
+    "groups": ("both-gradients-heads", band_keys.key_pass, "to = ((f - f0) * G + n) * _T", "to = (f - f0) * G * _T"),
 }
 """Kernels with one mistake each, and a job that must miss or stop."""
 

@@ -24,7 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from .hopper import dtype_of, expanded, misfits, rows_layout, tiles_of
 from .launch import cdiv, launch
 from .plan import Layout
-from .skew import TILE, barrier, skew, to_half, visible
+from .skew import TILE, barrier, carried, skew, skew_carried, to_half, visible
 
 __all__ = ["forward", "unsuited"]
 
@@ -219,12 +219,12 @@ def attend_band(q, w, x, k, v, a, cr, ends, o, lse, rule, ranges, c, H, G, HA, H
     m = gl.full([_T], -1.0e30, gl.float32, row_of_s)
     i = i0 + gl.arange(0, _T, row_of_s)
     zero = gl.zeros([_T, _T], gl.float32, s_mma)
-    last = gl.zeros([_T, _T], gl.float16, s_mma)
+    last = carried(gl.zeros([_T, _T], gl.float16, s_mma))
     if QUERY:
         # Without a band this multiplies what nobody wrote, and nobody reads the product.
         mbarrier.wait(abars.index(1), 0, pred=some)
         product = warpgroup_mma(ws, ks.index(STAGES - 1).permute((1, 0)), zero, use_acc=False, is_async=True)
-        last = to_half(warpgroup_mma_wait(0, deps=[product]))
+        last = carried(to_half(warpgroup_mma_wait(0, deps=[product])))
     if KEY:
         mbarrier.wait(cbars.index(0), 0, pred=some)
     for u in range(0, band):
@@ -272,8 +272,8 @@ def attend_band(q, w, x, k, v, a, cr, ends, o, lse, rule, ranges, c, H, G, HA, H
                                             pred=more)  # fmt: skip
             by_key = turned.permute((1, 0)).load(s_mma)
         if QUERY:
-            by_query = skew(last, here)
-            last = here
+            by_query = skew_carried(last, here)
+            last = carried(here)
         s = warpgroup_mma_wait(0, deps=[s])
         if QUERY:
             s = s + by_query.to(gl.float32)

@@ -18,7 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .skew import TILE, barrier, skew, to_half, unskew, visible
+from .skew import TILE, barrier, carried, skew, skew_carried, to_half, unskew, visible
 
 __all__ = ["key_pass"]
 
@@ -193,8 +193,8 @@ def key_pass(q, w, x, k, v, a, cr, g, dk, dv, dh, stats, rule, ranges, c, tau, f
             # Without a band this multiplies what nobody wrote, and nobody reads the product.
             mbarrier.wait(cbars.index(e0 % 3), e0 // 3 & 1, pred=some)
             product = warpgroup_mma(ks, cs.index(e0 % 3).permute((1, 0)), zero, use_acc=False, is_async=True)
-            last = to_half(warpgroup_mma_wait(0, deps=[product]))
-            before = gl.zeros([_T, _T], DTYPE, s_mma)
+            last = carried(to_half(warpgroup_mma_wait(0, deps=[product])))
+            before = carried(gl.zeros([_T, _T], DTYPE, s_mma))
             to = ((f - f0) * G + n) * _T
         for t in range(0, band):
             u = v0 + t
@@ -216,8 +216,8 @@ def key_pass(q, w, x, k, v, a, cr, g, dk, dv, dh, stats, rule, ranges, c, tau, f
                 low, high, y = warpgroup_mma_wait(0, deps=[low, high, y])
                 # The product with the queries is added to the key term: its tile needs no registers of its own.
                 here = to_half(y)
-                term = warpgroup_mma_init(skew(last, here).to(gl.float32))
-                last = here
+                term = warpgroup_mma_init(skew_carried(last, here).to(gl.float32))
+                last = carried(here)
                 s = warpgroup_mma(ks, qs.index(slot).permute((1, 0)), term, is_async=True)
             else:
                 low, high = warpgroup_mma_wait(0, deps=[low, high])
@@ -247,7 +247,6 @@ def key_pass(q, w, x, k, v, a, cr, g, dk, dv, dh, stats, rule, ranges, c, tau, f
                                                 cs.index((e0 + t + 2) % 3), pred=more)  # fmt: skip
             by_query = turned.permute((1, 0)).load(s_mma)
             ls_now = shared_ls.load(column)
-            dl_now = shared_dl.load(column)
             ahead, side, i = _of_step(u + 1, tiles, t1, band, first, SHARED)
             ls, dl = _statistics(stats, side, planes, row + ahead.to(gl.int64) * pad, i, lines, u + 1 < total)
             s = warpgroup_mma_wait(1, deps=[s])
@@ -259,11 +258,11 @@ def key_pass(q, w, x, k, v, a, cr, g, dk, dv, dh, stats, rule, ranges, c, tau, f
             prob_v = gl.convert_layout(prob.to(DTYPE), operand)
             acc_v = warpgroup_mma(prob_v, gs.index(slot), acc_v, is_async=True)
             dp = warpgroup_mma_wait(1, deps=[dp])
-            now = (prob * (dp - dl_now[None, :])).to(DTYPE)
+            now = (prob * (dp - shared_dl.load(column)[None, :])).to(DTYPE)
             acc_k = warpgroup_mma(gl.convert_layout(now, operand), qs.index(slot), acc_k, is_async=True)
             if KEY:
                 tile = unskew(before, now)
-                before = now
+                before = carried(now)
                 stage.store(tile)
                 fence_async_shared()
                 barrier()
@@ -290,20 +289,21 @@ def key_pass(q, w, x, k, v, a, cr, g, dk, dv, dh, stats, rule, ranges, c, tau, f
             for u in range(v0 + band, v0 + tiles):
                 slot = u % STAGES
                 phase = u // STAGES & 1
-                mbarrier.wait(qbars.index(slot), phase)
-                s = warpgroup_mma(ks, qs.index(slot).permute((1, 0)), zero, use_acc=False, is_async=True)
-                mbarrier.wait(gbars.index(slot), phase)
-                dp = warpgroup_mma(vs, gs.index(slot).permute((1, 0)), zero, use_acc=False, is_async=True)
+                # Every warp is done with step u − 1. Copies come before this step's products: after them, the compiler
+                # would make the threads wait again for each later product that reads the same memory.
+                barrier()
                 shared_ls.store(ls)
                 shared_dl.store(dl)
-                # Every warp is done with step u − 1.
-                barrier()
                 later = u + STAGES - 1
                 ahead, side, i = _of_step(later, tiles, t1, band, first, SHARED)
                 _fetch(q, w, x, g, qs, ws, gs, qbars, wbars, gbars, later % STAGES, b, B, hk * G + ahead, side, i,
                        later < total, BYTES, OWN, SHARED or not SHIFTED, SHIFTED)  # fmt: skip
+                barrier()
+                mbarrier.wait(qbars.index(slot), phase)
+                s = warpgroup_mma(ks, qs.index(slot).permute((1, 0)), zero, use_acc=False, is_async=True)
+                mbarrier.wait(gbars.index(slot), phase)
+                dp = warpgroup_mma(vs, gs.index(slot).permute((1, 0)), zero, use_acc=False, is_async=True)
                 ls_now = shared_ls.load(column)
-                dl_now = shared_dl.load(column)
                 ahead, side, i = _of_step(u + 1, tiles, t1, band, first, SHARED)
                 ls, dl = _statistics(stats, side, planes, row + ahead.to(gl.int64) * pad, i, lines, u + 1 < total)
                 s = warpgroup_mma_wait(1, deps=[s])
@@ -316,7 +316,7 @@ def key_pass(q, w, x, k, v, a, cr, g, dk, dv, dh, stats, rule, ranges, c, tau, f
                 prob_v = gl.convert_layout(prob.to(DTYPE), operand)
                 acc_v = warpgroup_mma(prob_v, gs.index(slot), acc_v, is_async=True)
                 dp = warpgroup_mma_wait(1, deps=[dp])
-                now = (prob * (dp - dl_now[None, :])).to(DTYPE)
+                now = (prob * (dp - shared_dl.load(column)[None, :])).to(DTYPE)
                 acc_k = warpgroup_mma(gl.convert_layout(now, operand), qs.index(slot), acc_k, is_async=True)
                 acc_k, acc_v = warpgroup_mma_wait(0, deps=[acc_k, acc_v])
                 acc_k = warpgroup_mma_init(acc_k)

@@ -20,7 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .skew import TILE, barrier, skew, to_half, unskew, visible
+from .skew import TILE, barrier, carried, skew, skew_carried, to_half, unskew, visible
 
 __all__ = ["query_pass"]
 
@@ -190,12 +190,12 @@ def query_pass(q, w, x, k, v, a, cr, g, dq, dw, dg, ends, parts, stats, rule, ra
     if not OWN:
         acc_w = warpgroup_mma_init(gl.zeros([_T, D], gl.float32, o_mma))
     zero = gl.zeros([_T, _T], gl.float32, s_mma)
-    before = gl.zeros([_T, _T], DTYPE, s_mma)
+    before = carried(gl.zeros([_T, _T], DTYPE, s_mma))
     mbarrier.wait(qbars.index(0), 0)
     # Without a tile this multiplies what nobody wrote, and nobody reads the product.
     mbarrier.wait(pbars.index(0), 0, pred=some)
     product = warpgroup_mma(ws, ps.index(0).permute((1, 0)), zero, use_acc=False, is_async=True)
-    last = to_half(warpgroup_mma_wait(0, deps=[product]))
+    last = carried(to_half(warpgroup_mma_wait(0, deps=[product])))
     if KEY:
         mbarrier.wait(cbars.index(0), 0, pred=some)
     # Table tile e = u + 1 is the right one of tile u, the left one of the next, and in slot e mod 3.
@@ -237,8 +237,8 @@ def query_pass(q, w, x, k, v, a, cr, g, dq, dw, dg, ends, parts, stats, rule, ra
             tma.async_copy_global_to_shared(cr, [hc, row_c - (u + 2) * _T, 0], cbars.index(upper), cs.index(upper),
                                             pred=more)  # fmt: skip
         here = to_half(y)
-        s = s + skew(last, here).to(gl.float32)
-        last = here
+        s = s + skew_carried(last, here).to(gl.float32)
+        last = carried(here)
         if KEY:
             s = s + turned.permute((1, 0)).load(s_mma).to(gl.float32)
         prob = gl.exp2(s * c - ls[:, None])
@@ -250,7 +250,7 @@ def query_pass(q, w, x, k, v, a, cr, g, dq, dw, dg, ends, parts, stats, rule, ra
         now = (prob * (dp - dl[:, None])).to(DTYPE)
         acc = warpgroup_mma(gl.convert_layout(now, operand), ks.index(slot), acc, is_async=True)
         tile = unskew(before, now)
-        before = now
+        before = carried(now)
         stage.store(tile)
         fence_async_shared()
         barrier()

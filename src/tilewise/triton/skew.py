@@ -12,7 +12,9 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-__all__ = ["TILE", "barrier", "left_shift", "right_shift", "skew", "to_half", "unskew", "visible"]
+__all__ = [
+    "TILE", "barrier", "carried", "left_shift", "right_shift", "skew", "skew_carried", "to_half", "unskew", "visible",
+]  # fmt: skip
 
 TILE = 64
 """Rows and columns of a tile."""
@@ -46,10 +48,11 @@ def _select(body: list[str], source: dict[int, str], wanted: range, step: int, b
     return out
 
 
-def right_shift() -> str:
-    """PTX: outputs 0 … 15, entry (r, j) = [last | here][r, 64 + j − r]; inputs 16 … 31 are here, 32 … 47 last.
+def right_shift(step: int = 1) -> str:
+    """PTX: outputs 0 … 15, entry (r, j) = [last | here][r, 64 + j − r]; inputs 16 … 31 are here, from 32 on last.
 
     Register 2n + s of a tile holds columns 8n + 2·(lane mod 4) + {0, 1} of row 16·warp + 8·s + lane / 4, two halves.
+    `step`: the distance of the registers of last, 2 where it was :func:`carried`.
     """
     body = [
         _HEAD,
@@ -57,7 +60,7 @@ def right_shift() -> str:
         "sub.u32 from1, from0, 1; selp.b32 pick, 0x1076, 0x3210, o;\n",
     ]
     for s in range(2):
-        window = {n: f"${(32 if n < 8 else 16) + 2 * (n % 8) + s}" for n in range(16)}
+        window = {n: f"${32 + step * (2 * n + s)}" if n < 8 else f"${2 * n + s}" for n in range(16)}
         fours = _select(body, window, range(5 - s, 16 - s), -4, "warp2", f"f{s}_")
         twos = _select(body, fours, range(7 - s, 16 - s), -2, "warp1", f"t{s}_")
         body += [_shuffle(2 * n + s, (twos[8 + n - s], twos[7 + n - s])) for n in range(8)]
@@ -65,14 +68,14 @@ def right_shift() -> str:
 
 
 def left_shift() -> str:
-    """PTX: outputs 0 … 15, entry (r, c) = [before | now][r, c + r]; inputs 16 … 31 are before, 32 … 47 now."""
+    """PTX: outputs 0 … 15, entry (r, c) = [before | now][r, c + r]; inputs 16 … 31 are now, 32, 34 … 62 before."""
     body = [
         _HEAD,
         "setp.ge.u32 p, quad, half; setp.gt.u32 q, quad, half; add.u32 from0, quad, half; add.u32 from1, from0, 1; "
         "selp.b32 pick, 0x5432, 0x3210, o;\n",
     ]
     for s in range(2):
-        window = {n: f"${(16 if n < 8 else 32) + 2 * (n % 8) + s}" for n in range(16)}
+        window = {n: f"${32 + 2 * (2 * n + s)}" if n < 8 else f"${2 * n + s}" for n in range(16)}
         fours = _select(body, window, range(s, 11 + s), 4, "warp2", f"f{s}_")
         twos = _select(body, fours, range(s, 9 + s), 2, "warp1", f"t{s}_")
         body += [_shuffle(2 * n + s, (twos[n + s], twos[n + s + 1])) for n in range(8)]
@@ -80,8 +83,10 @@ def left_shift() -> str:
 
 
 _RIGHT = gl.constexpr(right_shift())
-_LEFT = gl.constexpr(left_shift())
+_RIGHT_CARRIED = gl.constexpr(right_shift(2))
+_LEFT_CARRIED = gl.constexpr(left_shift())
 _CONSTRAINTS = gl.constexpr(",".join(["=&r"] * 16 + ["r"] * 32))
+_CARRIED = gl.constexpr(",".join(["=&r"] * 16 + ["r"] * 48))
 
 
 @gluon.jit
@@ -91,9 +96,28 @@ def skew(last, here):
 
 
 @gluon.jit
+def carried(x):
+    """A 16-bit tile as a loop should carry it to its next step, in int32: two columns in the even one, the odd one 0.
+
+    The compiler gives each 16-bit value that a loop carries a register of its own and packs them anew in every step;
+    of these, it drops the zeros.
+    """
+    return gl.inline_asm_elementwise("{mov.b32 $0, $2; mov.b32 $1, 0;}", "=r,=r,r", [x], gl.int32, True, 2)
+
+
+@gluon.jit
+def skew_carried(last, here):
+    """:func:`skew` of a tile that was :func:`carried`."""
+    return gl.inline_asm_elementwise(_RIGHT_CARRIED, _CARRIED, [here, last], here.dtype, False, 32)
+
+
+@gluon.jit
 def unskew(before, now):
-    """Entry (r, c) = [before | now][r, c + r]: of tiles that neighbour in j, the G tile that both have a part of."""
-    return gl.inline_asm_elementwise(_LEFT, _CONSTRAINTS, [before, now], now.dtype, False, 32)
+    """Entry (r, c) = [before | now][r, c + r]: of tiles that neighbour in j, the G tile that both have a part of.
+
+    `before` was :func:`carried`.
+    """
+    return gl.inline_asm_elementwise(_LEFT_CARRIED, _CARRIED, [now, before], now.dtype, False, 32)
 
 
 @gluon.jit
