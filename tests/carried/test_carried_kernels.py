@@ -49,9 +49,15 @@ def test_precision_study_of_the_kernels():
     assert [x.split()[0] for x in lines] == ["recompute", "stored", "mixed"]
 
 
+def test_launches_without_triton_s_binder_start_what_triton_would():
+    """Dtypes, alignments, divisibility, constants, options, devices, settings and hooks: see direct_launches.py."""
+    lines = script("direct_launches.py").splitlines()
+    assert lines == ["variations 14", "other tensors", "devices", "empty grid", "settings"]
+
+
 # Of the products of an iteration, those with P or E on the left; these are new every time. Q and K are not, and ptxas
-# before 13.3 overwrites such an operand if it lies in registers. Spilled bytes: of 64 × 64 tiles on four warps, which on
-# an H200 are faster for several summed layers than 32 × 128 on eight although they spill more than twice as much.
+# before 13.3 overwrites such an operand if it lies in registers. Spilled bytes: of 64 × 64 tiles on four warps, which
+# an H200 runs faster for several summed layers than 32 × 128 on eight, although they spill more than twice as much.
 COMPILED = {
     "third layer, mixed": ({"attend": (1, 2), "keys_gradient": (2, 3), "queries_from_e": (0, 1)}, 200),
     "recompute of four": (

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tilewise.carried
-from tilewise.carried import Carry, TileLayout, carried_attention, choose_plan
+from tilewise.carried import Carry, TileLayout, carried_attention, choose_plan, policy
 from tilewise.mask import Mask
 
 GIB = 2**30
@@ -116,6 +116,34 @@ def test_policy_counts_what_the_kernels_use_for_e():
         decision = choose_plan(config, layout, 1, 20, impl="triton", **sizes)
         assert (decision.saved_bytes, decision.transient_bytes) == (0, expected or layout.nbytes(1, 20))
         assert choose_plan(config, layout, 1, 20, impl="blocked", **sizes).transient_bytes == 0
+
+
+def test_the_driver_is_asked_for_free_memory_once_a_change_of_the_allocator(monkeypatch):
+    """mem_get_info may hold up what is being enqueued, so blocks of a running model do without it."""
+    asked, numbers = [], {"reserved": 0, "allocated": 0}
+    stats = lambda device: {f"{name}_bytes": {"all": {"current": n}} for name, n in numbers.items()}  # noqa: E731
+    monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", stats)
+
+    def mem_get_info(device):
+        asked.append(device)
+        return 100 - numbers["reserved"], 100
+
+    monkeypatch.setattr(torch.cuda, "mem_get_info", mem_get_info)
+    device = torch.device("cuda", 7)
+    monkeypatch.delitem(policy._beyond, device, raising=False)
+    # In the last two the allocator does not say what it holds, as CUDA's own pools do not.
+    for reserved, allocated, calls in (
+        (0, 0, 1),
+        (40, 10, 2),
+        (40, 30, 2),
+        (40, 0, 2),
+        (60, 55, 3),
+        (0, 50, 4),
+        (0, 50, 5),
+    ):
+        numbers.update(reserved=reserved, allocated=allocated)
+        assert policy.free_memory(device) == 100 - allocated
+        assert len(asked) == calls
 
 
 def test_policy_is_what_runs():

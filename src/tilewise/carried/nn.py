@@ -28,6 +28,10 @@ def rotary(positions: Tensor, d: int, base: float = 10000.0) -> tuple[Tensor, Te
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Turn the halves of the last dimension of x [B, H, T, d] into each other."""
     cos, sin = (t if t.dim() == 2 else t[:, None] for t in (cos, sin))
+    return _turned(x, cos, sin)
+
+
+def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     a, b = x.to(torch.promote_types(x.dtype, torch.float32)).chunk(2, -1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(x.dtype)
 
@@ -96,9 +100,11 @@ class CarriedAttention(nn.Module):
         self, linear: nn.Linear, x: Tensor, heads: int, norm: nn.Module | None = None,
         angles: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:  # fmt: skip
-        y = linear(x).view(*x.shape[:2], heads, self.head_width).transpose(1, 2)
+        y = linear(x).view(*x.shape[:2], heads, self.head_width)
         y = y if norm is None else norm(y)
-        return y if angles is None else rotate(y, *angles)
+        # By token in memory all the way: neither Q, K nor their gradients are copied for the projections.
+        y = y if angles is None else _turned(y, *(t.unsqueeze(-2) for t in angles))
+        return y.transpose(1, 2)
 
     def merge(self, O: Tensor, x: Tensor) -> Tensor:
         """The layer's output from O [B, H, T, d]."""

@@ -42,11 +42,26 @@ class Decision(NamedTuple):
         )
 
 
+_beyond: dict[torch.device, tuple[int, int]] = {}
+"""Of each GPU: bytes that PyTorch held, and bytes free beside them, when the driver was last asked."""
+
+
 def free_memory(device: torch.device) -> int | None:
-    """Bytes that can be allocated on `device` now, or None where the platform does not say."""
+    """Bytes that can be allocated on `device` now, or None where the platform does not say.
+
+    Of a GPU: what PyTorch's allocator holds unused, and what the driver has free. The driver, which may take as long as
+    a layer and hold up what is being enqueued, is asked again only once the allocator has taken or given memory.
+    """
     if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        # Of the two ways to read the same numbers the one that does not sort all of them by name.
+        now = torch.cuda.memory_stats_as_nested_dict(device)
+        if not now:
+            return torch.cuda.mem_get_info(device)[0]
+        held, used = (now[name]["all"]["current"] for name in ("reserved_bytes", "allocated_bytes"))
+        found = _beyond.get(device)
+        if found is None or found[0] != held or used > held:
+            found = _beyond[device] = (held, torch.cuda.mem_get_info(device)[0])
+        return found[1] + held - used
     if device.type == "cpu" and "SC_AVPHYS_PAGES" in getattr(os, "sysconf_names", {}):
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return None

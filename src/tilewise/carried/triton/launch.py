@@ -147,7 +147,7 @@ def backward(
     _join(x, made_k, dk, made_v, dv)
     if gain and write_e:
         e.mul_(gain[-1].to(e.dtype).view(1, -1, 1, 1, 1))
-    dgain = torch.zeros(len(gain[x.first :]), x.H, **fp32)
+    dgain = torch.zeros(len(gain[x.first :]), x.H, **fp32) if gain else lse.new_empty(0, x.H)
     for t in x.taking:
         dgain[t - x.first] = opt.scale * dg[:, t].sum((0, 1, 3))
     dsink = lse.new_empty(0)
