@@ -40,13 +40,14 @@ class Carried:
     """See :class:`tilewise.bench.cells.BenchSet`.
 
     ``step``: forward and backward of the whole model in bf16, one sequence, no activation checkpointing, PyTorch eager
-    around attention. ``block``: the attention of four layers alone, in a CUDA graph. The layout of live tiles is made
-    beforehand, for all blocks and runs. A window of 0 is none. Every system is gated by the attention of four layers
-    against fp64, outputs and gradients, since 32 layers of dense scores do not fit.
+    around attention; ``step-graph``: the same as one CUDA graph, for those who train so. ``block``: the attention of
+    four layers alone, in a CUDA graph. The layout of live tiles is made beforehand, for all blocks and runs. A window
+    of 0 is none. Every system is gated by the attention of four layers against fp64, outputs and gradients, since 32
+    layers of dense scores do not fit.
     """
 
     name = "carried"
-    cases = ("step", "step-window", "block", "block-window")
+    cases = ("step", "step-graph", "step-window", "block", "block-window")
     systems = SYSTEMS
 
     def baseline(self, device: str) -> str:
@@ -56,7 +57,8 @@ class Carried:
         windowed = case.endswith("-window")
         rest = (_MODEL if device == "cuda" else _TINY) | (_BLOCK if case.startswith("block") else {})
         if device == "cuda":
-            point = {"tokens": (8192,), "window": (1024,)} if windowed else {"tokens": (4096, 8192), "window": (0,)}
+            tokens = (8192,) if windowed else (4096,) if case == "step-graph" else (4096, 8192)
+            point = {"tokens": tokens, "window": (1024 if windowed else 0,)}
         else:
             point = {"tokens": (128,), "window": (32 if windowed else 0,)}
         return point | {name: (value,) for name, value in rest.items()}
@@ -96,7 +98,7 @@ class Carried:
         whole models beside each other would not fit."""
         block = {"layers": min(cell.size["layers"], PER_BLOCK), "hidden": 0, "vocabulary": 0}
         lengths = dict.fromkeys((self._short(cell).size["tokens"], cell.size["tokens"]))
-        case = cell.case.replace("step", "block")
+        case = "block-window" if cell.case.endswith("-window") else "block"
         return tuple(replace(cell, case=case, size={**cell.size, **block, "tokens": n}) for n in lengths)
 
     def compiling(self, system: str) -> AbstractContextManager:
@@ -146,7 +148,8 @@ class Carried:
         leaves = dict(model.named_parameters())
         one = torch.ones((), device=cell.device)
         runs = [run_of(system) for system in (cell.system, "plain")]
-        return Workload(runs[0], leaves, one, runs[1], list(leaves.values()), capture=False, **common)
+        return Workload(runs[0], leaves, one, runs[1], list(leaves.values()), **common,
+                        capture=cell.case == "step-graph")  # fmt: skip
 
     def _short(self, cell: Cell) -> Cell:
         tokens = min(cell.size["tokens"], max(CHECKED, 2 * cell.size["window"]))
