@@ -64,6 +64,8 @@ JOBS = {
     "short": ("deberta", sizes(40, B=5), "lengths", HALF, 0.0),
     "short-shared": ("shaw", sizes(20, B=4, H=2, Hk=1), "none", HALF, 0.0),
     "pointers": ("deberta", sizes(200), "none", HALF, 0.0),
+    # Whole tiles without a mask, saturated on either side of the band: one loop takes both sides.
+    "wavlm-sides": ("wavlm", sizes(320), "none", HALF, 0.0),
     "tf32-explicit": ("explicit", sizes(70), "none", SINGLE, 0.0),
     "tf32-deberta": ("deberta", sizes(130), "none", SINGLE, 0.0),
 }

@@ -48,10 +48,16 @@ def part_of(a, e, flo, fhi, PART: tl.constexpr):
 def _attend(acc, l, m, edge, q, k, sk, hk, v, sv, bv, hv, terms, zs, rule, seed, c, drop, b, h, n, bh, i0, a, e,
             Tq, Tk, offset, left, right, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr,
             BM: tl.constexpr, BN: tl.constexpr, BANDS: tl.constexpr, MASKED: tl.constexpr, DROPOUT: tl.constexpr,
-            EDGED: tl.constexpr, NEGATIVE: tl.constexpr, PREC: tl.constexpr, TMA: tl.constexpr,
-            STAGES: tl.constexpr):  # fmt: skip
-    """Online softmax over the keys a … e − 1; BANDS are the terms that add a tile there, EDGED adds `edge` to rows."""
-    for j in tl.range(a, e, BN, num_stages=STAGES):
+            EDGED: tl.constexpr, NEGATIVE: tl.constexpr, PREC: tl.constexpr, TMA: tl.constexpr, STAGES: tl.constexpr,
+            BOTH: tl.constexpr = False, beyond=0, gap=0, other=0.0):  # fmt: skip
+    """Online softmax over the keys a … e − 1; BANDS are the terms that add a tile there, EDGED adds `edge` to rows.
+
+    BOTH: all keys are saturated. Those from `beyond` on lie `gap` further, and their rows have the edge `other`.
+    """
+    for turn in tl.range(a, e, BN, num_stages=STAGES):
+        j = turn
+        if BOTH:
+            j = turn + tl.where(turn < beyond, 0, gap)
         s = tl.dot(q, tl.trans(load_rows(k, sk, b, hk, j, Tk, D, BN, BD, TMA)), input_precision=PREC)
         if MASKED or EDGED or NEGATIVE or len(BANDS) > 0:
             s = s * c + edge[:, None] if EDGED else s * c
@@ -65,8 +71,13 @@ def _attend(acc, l, m, edge, q, k, sk, hk, v, sv, bv, hv, terms, zs, rule, seed,
             p = tl.math.exp2(s - new[:, None])
         else:
             # The scale, which is not negative, joins the subtraction: one multiply-add an element.
-            new = tl.maximum(m, tl.max(s, 1) * c)
-            p = tl.math.exp2(s * c - new[:, None])
+            if BOTH:
+                here = tl.where(turn < beyond, edge, other)
+                new = tl.maximum(m, tl.max(s, 1) * c + here)
+                p = tl.math.exp2(s * c - (new - here)[:, None])
+            else:
+                new = tl.maximum(m, tl.max(s, 1) * c)
+                p = tl.math.exp2(s * c - new[:, None])
         shrink = tl.math.exp2(m - new)
         l = l * shrink + tl.sum(p, 1)
         acc = acc * shrink[:, None]
@@ -106,9 +117,24 @@ def attend(q, k, v, qx, vx, o, lse, terms, z0, z1, z2, z3, z4, z5, z6, z7, rule,
     if ELEMENTWISE:
         fhi = flo
     ba, be = band_of(i0 // ROWS * ROWS + offset, hi, -lo, vlo, vhi, STEP, ROWS)
-    for side in tl.static_range(2):
+    if not SHIFT_Q:
+        # Once for all loops, each of which would wait for it.
+        qs = load_rows(q, sq, b, h, i0, Tq, D, BM, BD, TMA)
+    # Where nothing but the edge differs between the sides, one loop takes both.
+    BOTH: tl.constexpr = BAND and SIDES and not (SHIFT_Q or SHIFT_V or MASKED or EXACT or NEGATIVE)
+    if BOTH:
+        acc, l, m = _attend(acc, l, m, edge, qs, k, sk, hk, v, sv, b, hk, terms, zs, rule, seed, c, drop, b, h, n, bh,
+                            i0, ba, be, Tq, Tk, offset, left, right, D, DV, BD, BV, BM, BN, BANDS, False, DROPOUT,
+                            False, False, PREC, TMA, BAND_STAGES)  # fmt: skip
+        other = edge
+        for t in tl.static_range(len(EDGES)):
+            edge += EDGES[t](terms[t], b, h, i, Tq, 0)
+            other += EDGES[t](terms[t], b, h, i, Tq, 1)
+        acc, l, m = _attend(acc, l, m, edge, qs, k, sk, hk, v, sv, b, hk, terms, zs, rule, seed, c, drop, b, h, n, bh,
+                            i0, vlo, vhi - (be - ba), Tq, Tk, offset, left, right, D, DV, BD, BV, BM, BN, (), False,
+                            DROPOUT, False, False, PREC, TMA, STAGES, True, ba, be - ba, other)  # fmt: skip
+    for side in tl.static_range(0 if BOTH else 2):
         if SIDES or (side == 0 and not BAND):
-            qs = load_rows(q, sq, b, h, i0, Tq, D, BM, BD, TMA)
             if SHIFT_Q:
                 qs = load_rows(qx, sqx, side * B + b, h, i0, Tq, D, BM, BD, TMA)
             a = vlo
@@ -143,7 +169,8 @@ def attend(q, k, v, qx, vx, o, lse, terms, z0, z1, z2, z3, z4, z5, z6, z7, rule,
             if not SIDES:
                 ba = vlo
                 be = vhi
-            qs = load_rows(q, sq, b, h, i0, Tq, D, BM, BD, TMA)
+            if SHIFT_Q:
+                qs = load_rows(q, sq, b, h, i0, Tq, D, BM, BD, TMA)
             acc, l, m = _attend(acc, l, m, edge, qs, k, sk, hk, v, sv, b, hk, terms, zs, rule, seed, c, drop, b, h, n,
                                 bh, i0, ba, be, Tq, Tk, offset, left, right, D, DV, BD, BV, BM, BN, BANDS, MASKED,
                                 DROPOUT, False, NEGATIVE, PREC, TMA, BAND_STAGES)  # fmt: skip

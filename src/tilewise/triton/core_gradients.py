@@ -139,13 +139,23 @@ def _grad_key(dk, dv, k, v, q, sq, bq, g, sg, stats, stat, pad, plane, planes, t
               seed, c, drop, inverse, b, h, n, bh, j0, a, e, Tq, Tk, offset, left, right, D: tl.constexpr,
               DV: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
               BANDS: tl.constexpr, VALUES: tl.constexpr, STORE: tl.constexpr, MASKED: tl.constexpr,
-              DROPOUT: tl.constexpr, PREC: tl.constexpr, TMA: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
-    """dk += dSᵀ·Q and dv += Pᵀ·dO over the queries a … e − 1; tiles are [keys, queries]."""
-    for i0 in tl.range(a, e, BM, num_stages=STAGES):
+              DROPOUT: tl.constexpr, PREC: tl.constexpr, TMA: tl.constexpr, STAGES: tl.constexpr,
+              BOTH: tl.constexpr = False, beyond=0, gap=0, other=0):  # fmt: skip
+    """dk += dSᵀ·Q and dv += Pᵀ·dO over the queries a … e − 1; tiles are [keys, queries].
+
+    BOTH: those from `beyond` on lie `gap` further, and their lse is in plane `other`.
+    """
+    for turn in tl.range(a, e, BM, num_stages=STAGES):
+        i0 = turn
+        if BOTH:
+            i0 = turn + tl.where(turn < beyond, 0, gap)
         i = i0 + tl.arange(0, BM)
         qt = load_rows(q, sq, bq, h, i0, Tq, D, BM, BD, TMA)
         gt = load_rows(g, sg, b, h, i0, Tq, DV, BM, BV, TMA)
-        lss = load_statistics(stats, stat, plane, bh, i0, planes, pad, BM, TMA)
+        here = plane
+        if BOTH:
+            here = tl.where(turn < beyond, plane, other)
+        lss = load_statistics(stats, stat, here, bh, i0, planes, pad, BM, TMA)
         dl = load_statistics(stats, stat, 3, bh, i0, planes, pad, BM, TMA)
         s = tl.dot(k, tl.trans(qt), input_precision=PREC)
         if len(BANDS) > 0:
@@ -199,7 +209,16 @@ def _key_head(dk, dv, q, k, v, g, qx, kx, vx, stats, stat, pad, terms, zs, value
     if ELEMENTWISE:
         fhi = flo
     ba, be = band_of(j0 // UNIT * UNIT - offset, -lo, hi, vlo, vhi, UNIT, UNIT)
-    for side in tl.static_range(2):
+    # Where nothing but lse differs between the sides, one loop takes both: the smaller queries are side 1.
+    BOTH: tl.constexpr = BAND and SIDES and not (SHIFT_Q or SHIFT_K or SHIFT_V or MASKED or PARTS)
+    if BOTH:
+        ks = load_rows(k, sk, b, hk, j0, Tk, D, BN, BD, TMA)
+        vs = load_rows(v, sv, b, hk, j0, Tk, DV, BN, BV, TMA)
+        dk, dv = _grad_key(dk, dv, ks, vs, q, sq, b, g, sg, stats, stat, pad, 2, B * H, terms, zs, values, ys, out, dz,
+                           rule, seed, c, drop, inverse, b, h, n, bh, j0, vlo, vhi - (be - ba), Tq, Tk, offset, left,
+                           right, D, DV, BD, BV, BM, BN, (), (), False, False, DROPOUT, PREC, TMA, STAGES, True, ba,
+                           be - ba, 1)  # fmt: skip
+    for side in tl.static_range(0 if BOTH else 2):
         if SIDES or (side == 0 and not BAND):
             a = be
             e = vhi
