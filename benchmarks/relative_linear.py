@@ -1,12 +1,13 @@
 """The Hopper kernels that skew in registers: checks against the fp64 oracle, then times beside the others and cuDNN.
 
     python benchmarks/relative_linear.py --out results.json
+    python benchmarks/relative_linear.py --only banded,times --out results.json
 
-Checks (config.SKEW_IN_REGISTERS on; the kernels that ran are looked at, so a silent fallback is a failure): O and lse
-of DeBERTa and single OnQuery terms, O, lse and all gradients of Transformer-XL, at lengths of at least four times the
-band and lengths that no tile divides, causal, window, lengths, packed, holes, grouped heads, Tq ≠ Tk, bf16, a backward
-in several shares; each twice, compared bit for bit. Times: CUDA graphs, L2 flushed, rounds interleaved with the other
-kernels and with cuDNN's attention without any term. The whole run stops itself after --seconds.
+Checks (:mod:`relative_linear_checks`; the kernels that ran are looked at, so a silent fallback is a failure): all
+gradients of banded terms and of Transformer-XL, O and lse of DeBERTa and single OnQuery terms, at lengths of at least
+four times the band and lengths that no tile divides, causal, window, lengths, packed, holes, grouped heads, Tq ≠ Tk,
+bf16, a backward in several shares; each twice, compared bit for bit. Times: CUDA graphs, L2 flushed, rounds interleaved
+with the other kernels and with cuDNN's attention without any term. The whole run stops itself after --seconds.
 """
 
 from __future__ import annotations
@@ -17,156 +18,36 @@ import multiprocessing
 import os
 import sys
 import time
-from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from relative_cases import BRAIN, HALF, label, passes_of, sizes, timed_call
+from relative_cases import label, passes_of, timed_call
+from relative_linear_checks import check, checks, registers
 
-LENGTHS = (8192, 2048, 512)
-FORWARD = [
-    ("deberta", "none", HALF, sizes(2304)),
-    ("deberta", "none", BRAIN, sizes(2304)),
-    ("deberta", "none", HALF, sizes(2100, Hk=2)),
-    ("deberta", "none", HALF, sizes(512)),
-    ("deberta", "none", HALF, sizes(700, 2300)),
-    ("deberta", "none", HALF, sizes(2300, 700, offset=100)),
-    *(("deberta", mask, HALF, sizes(2304)) for mask in ("causal", "window", "lengths", "packed")),
-    ("deberta", "none", HALF, sizes(2304, d=128)),
-    ("wav2vec2_bert", "none", HALF, sizes(1100)),
-    ("wav2vec2_bert", "causal", BRAIN, sizes(1100)),
-    ("wav2vec2_bert", "holes", HALF, sizes(700, 1500)),
-]
-BOTH = [
-    ("txl", "none", HALF, sizes(1024)),
-    ("txl", "none", HALF, sizes(2100)),
-    ("txl", "none", BRAIN, sizes(1100)),
-    ("txl", "lengths", BRAIN, sizes(1100)),
-    ("txl", "causal", HALF, sizes(1100)),
-    ("txl", "window", HALF, sizes(1100)),
-    ("txl", "packed", HALF, sizes(1100)),
-    ("txl", "holes", HALF, sizes(1100, Hk=2)),
-    ("txl", "none", HALF, sizes(1500, 700, offset=100)),
-    ("txl", "none", HALF, sizes(700, 1500)),
-]
-"""The second is made again with dG in shares of 40 query blocks."""
+LENGTHS = (8192, 2048, 512, 128)
+GROUPS = ("banded", "txl", "forward", "times")
+CASES = ("shaw", "deberta", "txl")
 VARIANTS = {
     "as committed": {},
-    "registers free": {"REGISTERS": None},
-    "3 stages": {"STAGES": 3},
-    "3 stages, registers free": {"REGISTERS": None, "STAGES": 3},
+    "2 stages": {"STAGES_ALONE": 2},
+    "320 MiB of dG": {"BUDGET": 320 << 20},
     "1 GiB of dG": {"BUDGET": 1 << 30},
 }
 TRIED = [
-    ("deberta", "registers free"),
-    ("deberta", "3 stages, registers free"),
-    ("txl", "3 stages"),
+    ("shaw", "2 stages"),
+    ("deberta", "320 MiB of dG"),
+    ("txl", "320 MiB of dG"),
     ("txl", "1 GiB of dG"),
 ]
-"""Variants beside the committed one."""
-BACKWARD = {"attend_band", "key_pass", "query_pass", "collect_tiles", "spread"}
-
-
-@contextmanager
-def registers(on: bool, **variant):
-    """Inside, calls take the kernels of this script (or never do), with a variant of their constants."""
-    from tilewise.triton import band, config, linear_backward
-
-    changes = {(config, "SKEW_IN_REGISTERS"): on}
-    changes |= {(linear_backward if name == "BUDGET" else band, name): value for name, value in variant.items()}
-    before = {(module, name): getattr(module, name) for module, name in changes}
-    for (module, name), value in changes.items():
-        setattr(module, name, value)
-    try:
-        yield
-    finally:
-        for (module, name), value in before.items():
-            setattr(module, name, value)
-
-
-@contextmanager
-def recorded():
-    """The names of the kernels that are launched inside."""
-    from tilewise.triton.launch import launcher
-
-    names, below = set(), launcher[-1]
-
-    def note(kernel, grid, *args, **meta):
-        names.add(kernel.__name__)
-        below(kernel, grid, *args, **meta)
-
-    launcher.append(note)
-    try:
-        yield names
-    finally:
-        launcher.pop()
-
-
-def check(job, device, backward: bool, shares: bool = False):
-    """Error budgets of a check; on the meta device, only its launches."""
-    from relative_checks import call_of, dense, run, verdicts
-
-    from tilewise import triton
-    from tilewise.testing import error_budget
-    from tilewise.triton import linear_backward
-
-    case, mask, dtype, s = job
-    call = call_of(case, s, mask, dtype, device)
-    shape = (s.B, s.H, s.Tq)
-    new = lambda: (torch.full_like(call.q, float("nan")), torch.full(shape, float("nan"), device=device))  # noqa: E731
-    do = torch.randn(*shape, s.d_v, device=device).to(dtype)
-    budget = linear_backward.BUDGET
-    if shares:
-        linear_backward.BUDGET = 40 * 64 * 64 * (-(-s.Tk // 64) + 1) * 2
-    try:
-        with registers(True), recorded() as names:
-            if device == "meta":
-                o, lse = new()
-                run(call, do, torch.empty(shape, device=device)) if backward else triton.forward(call, o, lse)
-                return []
-            if backward:
-                budgets = verdicts(call)
-                results = [run(call, do, None) for _ in range(2)]
-                results = [(o, lse, *grads) for o, lse, grads in results]
-            else:
-                results = [new(), new()]
-                for o, lse in results:
-                    triton.forward(call, o, lse)
-    finally:
-        linear_backward.BUDGET = budget
-    expected = BACKWARD if backward else {"attend_band"}
-    assert expected <= names, f"other kernels ran: {sorted(names)}"
-    for one, two in zip(*results, strict=True):
-        assert torch.equal(one.nan_to_num(7.0), two.nan_to_num(7.0)), "two runs differ"
-    if not backward:
-        zeros = torch.zeros(shape, device=device)
-        exact_o, exact_lse, _ = dense(call, do, zeros, torch.float64)
-        low_o, low_lse, _ = dense(call, do, zeros, dtype)
-        (o, lse), seen = results[0], torch.isfinite(exact_lse)
-        assert torch.equal(torch.isfinite(lse), seen), "lse is infinite in the wrong places"
-        flat = lambda x: x.masked_fill(~seen, 0.0)  # noqa: E731
-        budgets = [
-            error_budget("o", o, low_o, exact_o),
-            error_budget("lse", flat(lse).to(dtype), flat(low_lse).to(dtype), flat(exact_lse)),
-        ]
-    return budgets
-
-
-def checks():
-    """(job, backward, shares) of every check."""
-    return [(job, False, False) for job in FORWARD] + [(job, True, False) for job in BOTH] + [(BOTH[1], True, True)]
-
-
-def shown(case: str, variant: str, direction: str) -> bool:
-    """Whether a variant of a case differs in this direction from the committed one, and has it."""
-    if direction == "backward":
-        return case == "txl" and variant in ("as committed", "1 GiB of dG")
-    return variant != "1 GiB of dG"
+"""Variants of the backward beside the committed one."""
 
 
 def timed(case: str, N: int, device: str, new: bool):
-    """(forward, backward) closures; nothing is kept between them, so that the forward is what inference runs."""
-    options = {} if new or case == "txl" else {"projections": "recompute"}
+    """(forward, backward) closures of the new kernels or the others; these may keep projections at 128 tokens.
+
+    Otherwise nothing is kept, so that the forward is what inference runs.
+    """
+    options = {} if new or case == "txl" or N <= 128 else {"projections": "recompute"}
     with registers(new):
         call, do = timed_call(case, N, device, **options)
         forward, backward = passes_of(call, do)
@@ -203,14 +84,13 @@ def compile_one(job):
     start = time.time()
     try:
         if job[0] == "check":
-            check(*(checks()[job[1]][:1]), "meta", *checks()[job[1]][1:])
+            one, backward, shares = job[1]
+            check(one, "meta", backward, shares)
         else:
             _, case, N, new, variant = job
-            forward, backward = timed(case, N, "meta", new)
             with registers(new, **VARIANTS[variant]):
-                forward()
-                if case == "txl" and variant == "as committed":
-                    backward()
+                for run in timed(case, N, "meta", new):
+                    run()
     except Exception as error:
         return job, time.time() - start, f"{type(error).__name__}: {str(error)[-600:]}"
     return job, time.time() - start, None
@@ -233,9 +113,9 @@ def precompile(jobs, seconds: float) -> int:
     return failed
 
 
-def run_checks(record, until: float) -> int:
+def run_checks(record, wanted, until: float) -> int:
     wrong = 0
-    for job, backward, shares in checks():
+    for job, backward, shares in wanted:
         name = label(*job, 0.0) + (" shares" if shares else "")
         if time.time() > until:
             wrong += 1
@@ -270,15 +150,15 @@ def run_times(record, lengths, until: float):
         base = cudnn(N)
         for name, run in zip(items, base, strict=True):
             items[name].append(("cudnn", run))
-        jobs = [(case, new, "as committed") for case in ("deberta", "shaw", "txl") for new in (False, True)]
-        jobs += [(case, True, variant) for case, variant in TRIED]
+        jobs = [(case, new, "as committed") for case in CASES for new in (False, True)]
+        jobs += [(case, True, variant) for case, variant in TRIED if N >= 2048]
         for case, new, variant in jobs:
             title = f"{case} {'registers' if new else 'others'}" + ("" if variant == "as committed" else f" {variant}")
             try:
                 runs = timed(case, N, "cuda", new)
                 with registers(new, **VARIANTS[variant]):
                     for name, run in zip(items, runs, strict=True):
-                        if not shown(case, variant, name):
+                        if variant != "as committed" and name == "forward":
                             continue
                         run()
                         torch.cuda.synchronize()
@@ -311,17 +191,22 @@ def run_times(record, lengths, until: float):
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", default="relative_linear.json")
-    parser.add_argument("--seconds", type=float, default=150.0)
-    parser.add_argument("--compile-seconds", type=float, default=70.0)
+    parser.add_argument("--only", default=",".join(GROUPS), help="of banded, txl, forward (checks) and times")
+    parser.add_argument("--seconds", type=float, default=110.0)
+    parser.add_argument("--compile-seconds", type=float, default=60.0)
     parser.add_argument("--lengths", default=",".join(map(str, LENGTHS)))
     parser.add_argument("--only-compile", action="store_true", help="compile everything for sm_90 and stop (no GPU)")
     arguments = parser.parse_args()
     start = time.time()
-    lengths = [int(n) for n in arguments.lengths.split(",")]
-    jobs = [("check", n) for n in range(len(checks()))]
+    only = arguments.only.split(",")
+    if unknown := set(only) - set(GROUPS):
+        parser.error(f"--only has {sorted(unknown)}; expected some of {', '.join(GROUPS)}")
+    lengths = [int(n) for n in arguments.lengths.split(",")] if "times" in only else []
+    wanted = checks(only)
+    jobs = [("check", one) for one in wanted]
     for N in sorted(lengths, reverse=True):
-        jobs += [("time", c, N, new, "as committed") for c in ("deberta", "shaw", "txl") for new in (True, False)]
-        jobs += [("time", case, N, True, variant) for case, variant in TRIED]
+        jobs += [("time", c, N, new, "as committed") for c in CASES for new in (True, False)]
+        jobs += [("time", case, N, True, variant) for case, variant in TRIED if N >= 2048]
     failed = precompile(jobs, arguments.compile_seconds)
     if arguments.only_compile:
         sys.exit(1 if failed else 0)
@@ -331,11 +216,9 @@ def main():
                   cuda=torch.version.cuda, time=time.strftime("%Y-%m-%d"), checks=[], timings=[])  # fmt: skip
     wrong = 1
     try:
-        wrong = run_checks(result["checks"], start + 0.7 * arguments.seconds)
+        wrong = run_checks(result["checks"], wanted, start + 0.75 * arguments.seconds)
         run_times(result["timings"], lengths, start + arguments.seconds - 15.0)
-        print(
-            f"{len(checks()) - wrong} of {len(checks())} checks within budget, {time.time() - start:.0f} s", flush=True
-        )
+        print(f"{len(wanted) - wrong} of {len(wanted)} checks within budget, {time.time() - start:.0f} s", flush=True)
     finally:
         Path(arguments.out).write_text(json.dumps(result))
     sys.exit(1 if wrong else 0)
