@@ -59,7 +59,7 @@ SCORES = {
     "table": {},
     "8 warps": {"num_warps": 8},
     "wide": {"BK": 64, "STAGES": 3},
-    "split": {"splits": 2},
+    "not split": {"splits": 1},
     "wide, 8 warps": {"BK": 64, "STAGES": 3, "num_warps": 8},
 }
 
