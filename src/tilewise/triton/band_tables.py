@@ -22,8 +22,8 @@ from .terms import rows_of
 
 __all__ = ["Diagonals"]
 
-PROGRAMS = 528
-"""Programs that fill an H200; a band has few diagonals, and their row blocks are shared out until there are so many."""
+PROGRAMS = 1056
+"""Programs that keep an H200's memory busy to the end; where there are fewer diagonals, their row blocks are shared."""
 
 
 @triton.jit(do_not_specialize=["f0", "f1", "H", "B", "G", "blocks", "tiles", "rows", "first", "count", "per", "offset",
@@ -98,7 +98,7 @@ def collect_tiles(dg, x, out, ranges, sx, f0, f1, B, G, blocks, tiles, rows, fir
 
 @triton.jit(do_not_specialize=["tau", "heads", "R", "count", "zero", "step"])
 def spread(partial, grad, tau, heads, R, count, zero, step, sh, sr, sd, D: tl.constexpr, N: tl.constexpr):
-    """grad[h, r] = τ · partial[h, zero + step·r], 0 where there is none; `heads` heads are summed, in order."""
+    """grad[h, r] = τ · partial[h, zero + step·r], 0 where there is none; `heads` of them are summed, in order."""
     r = tl.program_id(0) * N + tl.arange(0, N)
     h = tl.program_id(1)
     d = tl.arange(0, D)
@@ -183,9 +183,15 @@ class Diagonals:
 
     @property
     def shares(self) -> int:
-        """Into how many sums the row blocks of a head are shared out."""
+        """Into how many sums the row blocks of a head are shared out: whole sequences, or no fewer than four blocks."""
         L = self.L
-        return max(1, min(PROGRAMS // (self.count * L.H), L.B * self.blocks // 4)) if L.sides else 1
+        return max(1, min(PROGRAMS // (self.count * L.H), L.B * self.blocks // 4 if L.sides else L.B))
+
+    @property
+    def per(self) -> int:
+        """Row blocks of a share."""
+        L = self.L
+        return cdiv(L.B * self.blocks, self.shares) if L.sides else cdiv(L.B, self.shares) * self.blocks
 
     def room(self) -> Tensor:
         shape = self.L.H, self.shares, self.count * TILE, self.L.d
@@ -199,9 +205,9 @@ class Diagonals:
         heads = ((f1 - 1) // per_head - f0 // per_head + 1) * G
         launch(
             collect_tiles, (self.count, heads, self.shares), dg, x.x, partial, L.ranges(self.keyed), x.strides, f0, f1,
-            L.B, G, self.blocks, self.tiles, L.Tk if self.keyed else L.Tq, self.first, self.count,
-            cdiv(per_head, self.shares), *self._band(L, self.keyed), L.mask.batch, D=L.d, T=TILE,
-            SIDES=L.sides, RANGED=L.mask.ranged, STAGES=4, num_warps=4,
+            L.B, G, self.blocks, self.tiles, L.Tk if self.keyed else L.Tq, self.first, self.count, self.per,
+            *self._band(L, self.keyed), L.mask.batch, D=L.d, T=TILE, SIDES=L.sides, RANGED=L.mask.ranged, STAGES=4,
+            num_warps=4,
         )  # fmt: skip
 
     def finish(self, partial: Tensor, parts: Tensor | None, grad: Tensor) -> None:
@@ -214,9 +220,10 @@ class Diagonals:
         if rows.kind == "identity":
             reach, descending = rows.params
             zero, turn = (reach - start, -1) if descending else (-reach - start, 1)
+            heads = self.shares * (L.H if shared else 1)
             launch(
-                spread, (cdiv(grad.shape[1], 64), grad.shape[0]), partial, grad, L.call.scale, L.H if shared else 1,
-                grad.shape[1], self.count * TILE, step * zero, step * turn, *grad.stride(), D=L.d, N=64, num_warps=4,
+                spread, (cdiv(grad.shape[1], 64), grad.shape[0]), partial, grad, L.call.scale, heads, grad.shape[1],
+                self.count * TILE, step * zero, step * turn, *grad.stride(), D=L.d, N=64, num_warps=4,
             )  # fmt: skip
             return
         summed = (lambda x: x.sum((0, 1))[None] if shared else x.sum(1)) if shared or self.shares > 1 else None
