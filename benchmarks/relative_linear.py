@@ -22,16 +22,18 @@ from pathlib import Path
 
 import torch
 from relative_cases import label, passes_of, timed_call
-from relative_linear_checks import check, checks, registers
+from relative_linear_checks import OTHERS, check, checks, recorded, registers
 
 LENGTHS = (8192, 2048, 512, 128)
-GROUPS = ("banded", "txl", "forward", "times")
+DEFAULT = ("banded", "txl", "forward", "times")
+GROUPS = (*DEFAULT, "wide")
 CASES = ("shaw", "deberta", "txl")
 VARIANTS = {
     "as committed": {},
     "2 stages": {"STAGES_ALONE": 2},
     "320 MiB of dG": {"BUDGET": 320 << 20},
     "1 GiB of dG": {"BUDGET": 1 << 30},
+    "wide": {"WIDTHS": (64, 128)},
 }
 TRIED = [
     ("shaw", "2 stages"),
@@ -42,14 +44,26 @@ TRIED = [
 """Variants of the backward beside the committed one."""
 
 
-def timed(case: str, N: int, device: str, new: bool):
+def plan(N: int, d: int) -> list:
+    """(case, new kernels, variant) of what is timed beside cuDNN."""
+    whole = "as committed" if d == 64 else "wide"
+    jobs = [(case, new, whole) for case in CASES for new in (False, True)]
+    return jobs + [(case, True, variant) for case, variant in TRIED if N >= 2048 and d == 64]
+
+
+def label_of(case: str, new: bool, variant: str, d: int) -> str:
+    words = [case, "registers" if new else "others", "" if d == 64 else f"d{d}"]
+    return " ".join([w for w in words if w] + ([variant] if variant not in ("as committed", "wide") else []))
+
+
+def timed(case: str, N: int, device: str, new: bool, d: int = 64):
     """(forward, backward) closures of the new kernels or the others; these may keep projections at 128 tokens.
 
     Otherwise nothing is kept, so that the forward is what inference runs.
     """
     options = {} if new or case == "txl" or N <= 128 else {"projections": "recompute"}
     with registers(new):
-        call, do = timed_call(case, N, device, **options)
+        call, do = timed_call(case, N, device, d=d, **options)
         forward, backward = passes_of(call, do)
     if new:
         from tilewise import triton
@@ -87,9 +101,9 @@ def compile_one(job):
             one, backward, shares = job[1]
             check(one, "meta", backward, shares)
         else:
-            _, case, N, new, variant = job
+            _, N, d, case, new, variant = job
             with registers(new, **VARIANTS[variant]):
-                for run in timed(case, N, "meta", new):
+                for run in timed(case, N, "meta", new, d):
                     run()
     except Exception as error:
         return job, time.time() - start, f"{type(error).__name__}: {str(error)[-600:]}"
@@ -136,62 +150,70 @@ def run_checks(record, wanted, until: float) -> int:
     return wrong
 
 
-def run_times(record, lengths, until: float):
-    from relative_kernels import cudnn, graphed, steady
+def started(run, new: bool):
+    """(a CUDA graph of the pass, its peak MiB beside inputs and results); raises where a new pass ran other kernels."""
+    from relative_kernels import graphed
 
-    table = []
-    for N in lengths:
+    with recorded() as names:
+        run()
+    if new and (others := names & OTHERS):
+        raise AssertionError(f"other kernels ran: {sorted(others)}")
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    run()
+    torch.cuda.synchronize()
+    return graphed(run), (torch.cuda.max_memory_allocated() - before) / 2**20
+
+
+def run_times(record, cells, until: float) -> int:
+    """Times of every (length, width); how many of them failed or had no time left."""
+    from relative_kernels import cudnn, steady
+
+    wrong = 0
+    for N, d in cells:
         if time.time() > until:
-            print(f"not timed: {N}", flush=True)
+            wrong += 1
+            print(f"not timed: {N} at width {d}", flush=True)
             continue
-        unit = max(1, 16384 // N) * 12 * N * N * 64 / 1e9
-        items = {"forward": [], "backward": []}
-        memory = {}
-        base = cudnn(N)
-        for name, run in zip(items, base, strict=True):
-            items[name].append(("cudnn", run))
-        jobs = [(case, new, "as committed") for case in CASES for new in (False, True)]
-        jobs += [(case, True, variant) for case, variant in TRIED if N >= 2048]
-        for case, new, variant in jobs:
-            title = f"{case} {'registers' if new else 'others'}" + ("" if variant == "as committed" else f" {variant}")
+        items, memory = {"forward": [], "backward": []}, {}
+        for name, run in zip(items, cudnn(N, d=d), strict=True):
+            items[name].append(("cudnn" if d == 64 else f"cudnn d{d}", run))
+        for case, new, variant in plan(N, d):
+            title = label_of(case, new, variant, d)
             try:
-                runs = timed(case, N, "cuda", new)
+                runs = timed(case, N, "cuda", new, d)
                 with registers(new, **VARIANTS[variant]):
                     for name, run in zip(items, runs, strict=True):
-                        if variant != "as committed" and name == "forward":
-                            continue
-                        run()
-                        torch.cuda.synchronize()
-                        torch.cuda.reset_peak_memory_stats()
-                        before = torch.cuda.memory_allocated()
-                        run()
-                        torch.cuda.synchronize()
-                        memory[title, name] = (torch.cuda.max_memory_allocated() - before) / 2**20
-                        items[name].append((title, graphed(run)))
+                        if name == "backward" or variant in ("as committed", "wide"):
+                            graph, memory[title, name] = started(run, new)
+                            items[name].append((title, graph))
             except Exception as error:
+                wrong += 1
                 print(f"{title} N={N} failed: {type(error).__name__} {str(error)[-300:]}", flush=True)
         for name, factor in (("forward", 4), ("backward", 10)):
             medians, samples = steady(items[name], 3, 20)
+            base = next(iter(medians.values()))
             for title, ms in medians.items():
-                row = dict(case=title, n=N, **{"pass": name}, ms=ms, tflops=factor * unit / ms,
-                           ratio=medians["cudnn"] / ms, peak_mib=memory.get((title, name)), dtype="float16", heads=12,
-                           head_dim=64, tokens=max(N, 16384), samples=samples[title])  # fmt: skip
-                record.append(row)
-                table.append(row)
+                flops = factor * max(1, 16384 // N) * 12 * N * N * d / 1e9
+                record.append(dict(case=title, n=N, **{"pass": name}, ms=ms, tflops=flops / ms, ratio=base / ms,
+                                   peak_mib=memory.get((title, name)), dtype="float16", heads=12, head_dim=d,
+                                   tokens=max(N, 16384), samples=samples[title]))  # fmt: skip
         items = None
         torch.cuda.empty_cache()
     for name in ("forward", "backward"):
         print(f"\n{name}: ratio to cuDNN without a term (ms, peak MiB)", flush=True)
-        for title in dict.fromkeys(r["case"] for r in table if r["pass"] == name):
-            cells = [r for r in table if r["pass"] == name and r["case"] == title]
-            text = "  ".join(f"{r['n']}: {r['ratio']:.2f} ({r['ms']:.3f}, {r['peak_mib'] or 0:.0f})" for r in cells)
+        for title in dict.fromkeys(r["case"] for r in record if r["pass"] == name):
+            rows = [r for r in record if r["pass"] == name and r["case"] == title]
+            text = "  ".join(f"{r['n']}: {r['ratio']:.2f} ({r['ms']:.3f}, {r['peak_mib'] or 0:.0f})" for r in rows)
             print(f"  {title:32s} {text}", flush=True)
+    return wrong
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", default="relative_linear.json")
-    parser.add_argument("--only", default=",".join(GROUPS), help="of banded, txl, forward (checks) and times")
+    parser.add_argument("--only", default=",".join(DEFAULT), help=f"of {', '.join(GROUPS)}")
     parser.add_argument("--seconds", type=float, default=110.0)
     parser.add_argument("--compile-seconds", type=float, default=60.0)
     parser.add_argument("--lengths", default=",".join(map(str, LENGTHS)))
@@ -203,10 +225,9 @@ def main():
         parser.error(f"--only has {sorted(unknown)}; expected some of {', '.join(GROUPS)}")
     lengths = [int(n) for n in arguments.lengths.split(",")] if "times" in only else []
     wanted = checks(only)
+    cells = [(n, 64) for n in lengths] + ([(8192, 128), (2048, 128)] if "wide" in only else [])
     jobs = [("check", one) for one in wanted]
-    for N in sorted(lengths, reverse=True):
-        jobs += [("time", c, N, new, "as committed") for c in CASES for new in (True, False)]
-        jobs += [("time", case, N, True, variant) for case, variant in TRIED if N >= 2048]
+    jobs += [("time", N, d, *one) for N, d in sorted(cells, reverse=True) for one in plan(N, d)]
     failed = precompile(jobs, arguments.compile_seconds)
     if arguments.only_compile:
         sys.exit(1 if failed else 0)
@@ -217,8 +238,9 @@ def main():
     wrong = 1
     try:
         wrong = run_checks(result["checks"], wanted, start + 0.75 * arguments.seconds)
-        run_times(result["timings"], lengths, start + arguments.seconds - 15.0)
-        print(f"{len(wanted) - wrong} of {len(wanted)} checks within budget, {time.time() - start:.0f} s", flush=True)
+        wrong += run_times(result["timings"], cells, start + arguments.seconds - 12.0)
+        print(f"{sum(c['ok'] for c in result['checks'])} of {len(wanted)} checks within budget, "
+              f"{time.time() - start:.0f} s", flush=True)  # fmt: skip
     finally:
         Path(arguments.out).write_text(json.dumps(result))
     sys.exit(1 if wrong else 0)

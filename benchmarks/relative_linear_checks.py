@@ -41,6 +41,12 @@ FORWARD = [
     ("wav2vec2_bert", "causal", BRAIN, sizes(1100)),
     ("wav2vec2_bert", "holes", HALF, sizes(700, 1500)),
 ]
+WIDE = [
+    ("wav2vec2_bert", "none", HALF, sizes(1100, d=128)),
+    ("wav2vec2_bert", "causal", BRAIN, sizes(1100, d=128)),
+    ("deberta", "none", HALF, sizes(2304, d=128)),
+    ("txl", "none", HALF, sizes(1100, d=128)),
+]
 TXL = [
     ("txl", "none", HALF, sizes(1024)),
     ("txl", "none", HALF, sizes(2100)),
@@ -119,7 +125,9 @@ def check(job, device, backward: bool, shares: bool = False):
     shape = (s.B, s.H, s.Tq)
     new = lambda: (torch.full_like(call.q, float("nan")), torch.full(shape, float("nan"), device=device))  # noqa: E731
     do = torch.randn(*shape, s.d_v, device=device).to(dtype)
-    variant = {"BUDGET": 40 * 64 * 64 * (-(-s.Tk // 64) + 1) * 2} if shares else {}
+    variant = {"WIDTHS": (64, 128)}
+    if shares:
+        variant["BUDGET"] = 40 * 64 * 64 * (-(-s.Tk // 64) + 1) * 2
     with registers(True, **variant), recorded() as names:
         if device == "meta":
             o, lse = new()
@@ -157,6 +165,7 @@ def checks(groups) -> list:
     deberta = next(job for job in BANDED if job[0] == "deberta")
     found = {
         "banded": [*((job, True, False) for job in BANDED), (deberta, True, True)],
+        "wide": [(job, True, False) for job in WIDE],
         "txl": [*((job, True, False) for job in TXL), (TXL[1], True, True)],
         "forward": [(job, False, False) for job in FORWARD],
     }

@@ -42,6 +42,7 @@ def modelled(kernel, grid, *args, **meta):
 
 
 launcher.append(modelled)
+linear_backward.WIDTHS = (64, 128)
 plan.limits_of = lambda device: Limits(232448, True, True)
 
 
@@ -91,6 +92,8 @@ GRADIENTS = {
     "gradients-shares": lambda: txl(200, B=2, H=2),
     "gradients-bf16": lambda: txl(130, dtype=BRAIN),
     "gradients-parameters": lambda: txl(100, parameters=torch.float32),
+    "gradients-wide": lambda: txl(70, d=128),
+    "both-gradients-wide": lambda: call_of(["query", "key"], NEAR, 200, d=128),
     "query-gradients": lambda: call_of(["query"], NEAR, 200),
     "query-gradients-long": lambda: call_of(["query"], rows.clipped(-70, 20), 330),
     "query-gradients-shared": lambda: call_of(["query"], rows.clipped(-9, 20, descending=True), 200, H=2, shared=True),

@@ -14,11 +14,11 @@ FORWARD = ["both", "both-backwards", "query", "key", "narrow", "causal", "window
            "bf16", "identity", "identity-ascending", "wide"]  # fmt: skip
 BACKWARD = {
     "gradients": ["", "-own", "-heads", "-causal", "-window", "-lengths", "-cross", "-long-queries", "-shares", "-bf16",
-                  "-parameters"],
+                  "-parameters", "-wide"],
     "query-gradients": ["", "-long", "-shared", "-causal", "-window", "-lengths", "-heads", "-cross", "-long-queries",
                         "-bf16", "-short", "-none"],
     "both-gradients": ["", "-long", "-backwards", "-causal", "-window", "-lengths", "-heads", "-cross", "-bf16",
-                       "-short", "-shares"],
+                       "-short", "-shares", "-wide"],
 }  # fmt: skip
 BROKEN = ["phase", "rows", "slot", "edge", "order", "early", "staged", "heads", "turned", "end", "plane", "sums",
           "place", "stretch", "before", "shifted", "carried", "missing", "slots", "groups"]  # fmt: skip

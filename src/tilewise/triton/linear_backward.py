@@ -35,8 +35,11 @@ as many bytes as one wave needs, Transformer-XL's backward took 7.17 ms instead 
 STAGES_ALONE = 3
 """Stages of tiles where q alone is projected; with both terms, two programs of more than two do not fit an SM."""
 
+WIDTHS = (64,)
+"""Widths that the passes take. At 128 a thread keeps 8 … 368 bytes in local memory, and one program fills an SM."""
+
 WAVE = 264
-"""Row blocks that run at once; a launch takes a multiple where it can."""
+"""Row blocks that run at once at width 64; a launch takes a multiple where it can."""
 
 
 def unsuited(L: Layout) -> list[str]:
@@ -46,8 +49,7 @@ def unsuited(L: Layout) -> list[str]:
     reasons = misfits(L)
     if L.sides and any(p.left is not None for p in L.ports):
         reasons.append("a left factor of its own meets saturated tiles")
-    # At 128 the pass over queries needs more registers than there are.
-    return reasons + ([f"the width is {L.d}; it takes 64"] if L.d != 64 else [])
+    return reasons + ([] if L.d in WIDTHS else [f"the width is {L.d}; it takes {' or '.join(map(str, WIDTHS))}"])
 
 
 def backward(
@@ -128,7 +130,7 @@ class _Backward:
         return dict(
             D=L.d, DTYPE=dtype_of(L.dtype), OWN=self.own, KEY=self.key is not None, SIDES=L.sides,
             SHIFTED=self.shifted, RANGED=L.mask.ranged, MASKED=L.masked(TILE) or L.mask.elementwise,
-            STAGES=STAGES_ALONE if self.own and self.key is None else 2, ROWS=rows_layout(L.d, L.dtype),
+            STAGES=STAGES_ALONE if self.own and self.key is None and L.d == 64 else 2, ROWS=rows_layout(L.d, L.dtype),
             SQUARE=self.square, num_warps=4,
         )  # fmt: skip
 
