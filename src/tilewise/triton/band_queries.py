@@ -77,8 +77,8 @@ def _saturated(acc, qs, gs, ks, vs, kbars, vbars, k, v, ls, dl, rule, b, hk, i, 
             prob = gl.where(visible(rule, b, i[:, None], key[None, :], Tq, Tk, offset, left, right), prob, 0.0)
         dp = warpgroup_mma_wait(0, deps=[dp])
         ds = prob * (dp - dl[:, None])
-        sums += gl.sum(ds, 1)
         acc = warpgroup_mma(gl.convert_layout(ds.to(DTYPE), OPERAND), ks.index(slot), acc, is_async=True)
+        sums += gl.sum(ds, 1)
     return acc, sums
 
 
