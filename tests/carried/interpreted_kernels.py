@@ -54,6 +54,7 @@ CASES = {
     "chunk": ({"windows": 20, "layers": 3}, ("mixed",), {"dtype": F16, "T": 11, "Tk": 50}, None),
     "odd widths": ({"layers": 2}, ("stored",), {"dtype": F16, "T": 20, "d": 24, "dv": 40}, None),
     "strided": ({"layers": 2}, ("stored",), {"dtype": F16, "T": 20, "strided": True}, None),
+    "begins anywhere": ({"layers": 2}, ("stored",), {"dtype": F16, "T": 20, "begins": 1}, None),
     "fp16 carry of fp32": ({"carry_dtype": F16, "grad_dtype": F16}, ("mixed",), {"dtype": F32, "T": 20}, None),
 }
 
@@ -61,7 +62,7 @@ CASES = {
 def check(name):
     options, plans, sizes, mask = CASES[name]
     sizes = dict(sizes)
-    strided = sizes.pop("strided", False)
+    strided, begins = sizes.pop("strided", False), sizes.pop("begins", 0)
     settings.FILL, settings.TRANSIENT = sizes.pop("fill", FILL), sizes.pop("transient", TRANSIENT)
     config = CarriedConfig(**{"impl": "triton", "tile": 16, "layers": 3} | options)
     torch.manual_seed(0)
@@ -69,6 +70,11 @@ def check(name):
     if strided:  # as a projection leaves them: [B, T, H, d] in memory
         q, k, v = (
             [x.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for x in g] for g in (q, k, v)
+        )
+    if begins:  # within a buffer, where no descriptor may point; other cases of these shapes begin where one may
+        q, k, v = (
+            [x.new_empty(x.numel() + begins)[begins:].view(x.shape).copy_(x.detach()).requires_grad_() for x in g]
+            for g in (q, k, v)
         )
     heads = lambda: [torch.rand(q[0].shape[1]).add(0.3).requires_grad_() for _ in q]  # noqa: E731
     gain, sink = heads() if config.scaling == "gain" else None, heads() if config.sink else None
