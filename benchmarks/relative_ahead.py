@@ -1,26 +1,26 @@
-"""Compiling ahead what the relative benchmarks launch: by many processes without a GPU context, each kernel once.
-
-Triton up to 3.7 also builds a C function for every signature with the system's compiler, when a kernel is first
-launched: 0.2 to 0.8 s each, ten of them for one attention call. They are built here as well.
-"""
+"""Compiling ahead what the relative benchmarks launch: by many processes without a GPU context, each kernel once."""
 
 from __future__ import annotations
 
 import hashlib
 import multiprocessing
 import os
+import sys
 import tempfile
 import time
-from ctypes.util import find_library
 from pathlib import Path
 
 import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "src"))
+
+from tilewise.bench.ahead import make_ready
 
 _claims: list[Path] = []
 
 
 def warm(kernel, grid, *args, **meta) -> None:
-    """Compile a launch, unless another process of the pool has taken it."""
+    """Make a launch ready, unless another process of the pool has taken it."""
     binder = kernel.device_caches[0][-1]
     key = f"{kernel.__module__}.{kernel.__name__} {binder(*args, debug=False, **meta)[1:]}"
     if _claims:
@@ -28,11 +28,7 @@ def warm(kernel, grid, *args, **meta) -> None:
             (_claims[-1] / hashlib.sha256(key.encode()).hexdigest()).touch(exist_ok=False)
         except FileExistsError:
             return
-    made = kernel.warmup(*args, grid=grid, **meta)
-    from triton.backends.nvidia import driver
-
-    if hasattr(driver, "make_launcher") and find_library("cuda"):
-        driver.CudaLauncher(made.src, made.metadata)
+    make_ready(kernel, grid, *args, **meta)
 
 
 def _prepare(claims: Path | None) -> None:

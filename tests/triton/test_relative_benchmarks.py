@@ -120,6 +120,32 @@ def test_memory_checks_can_be_compiled_beforehand(noted):
     assert {"attend", "grad_key", "grad_query", "probabilities", "fold", "reduce"} <= {kernel for kernel, _, _ in noted}
 
 
+@pytest.mark.parametrize(
+    "job",
+    [
+        ("check", 21), ("time", "none", 256), ("scaling", "t5", 256), ("ablation", "kept", "shaw", 512),
+        ("memcheck", 2, "keep"), ("numerics", "alibi", "float32-tf32", 128),
+        ("tune", "forward", "t5", (64, 64, 4, 3, 2), 512), ("extra", 0),
+    ],
+)  # fmt: skip
+def test_every_job_can_be_compiled_ahead(noted, job):
+    relative_ahead.perform(job)
+    assert len(noted) >= 2 or job[0] == "tune"
+
+
+def test_processes_share_the_kernels_out(monkeypatch, tmp_path):
+    made = []
+    monkeypatch.setattr(relative_ahead, "make_ready", lambda kernel, *a, **meta: made.append(meta["D"]))
+    monkeypatch.setattr(relative_ahead, "_claims", [tmp_path])
+
+    class Kernel:
+        device_caches = ((lambda *args, debug, **meta: (None, args, meta),),)
+
+    for width in (64, 64, 128):
+        relative_ahead.warm(Kernel, (1,), 3, D=width)
+    assert made == [64, 128]
+
+
 @pytest.mark.parametrize(("status", "ended"), [(0, 0), (4, 1), ("stopped after 3 s", 1)])
 def test_a_step_that_fails_makes_the_whole_fail(monkeypatch, tmp_path, status, ended):
     outcome = {"step": "check", "status": status, "seconds": 1.0, "tail": []}

@@ -167,6 +167,7 @@ def compile_ahead(job: tuple[str, str, str, int, tuple[int, int], int, str]) -> 
     from ..triton import plan
     from ..triton.config import Limits
     from ..triton.launch import launcher
+    from .ahead import make_ready
 
     what, kind, runs, N, capability, shared, gpu = job
     target = GPUTarget("cuda", capability[0] * 10 + capability[1], 32)
@@ -181,7 +182,7 @@ def compile_ahead(job: tuple[str, str, str, int, tuple[int, int], int, str]) -> 
 
     driver.set_active(Driver())
     plan.limits_of = lambda device: Limits.of(capability, shared, gpu)
-    launcher.append(lambda kernel, grid, *args, **meta: kernel.warmup(*args, grid=grid, **meta))
+    launcher.append(make_ready)
     torch.set_num_threads(1)
     made = passes_of(call_of(runs, N, "meta"))
     for shape in shapes(what, kind, N):
