@@ -77,7 +77,7 @@ class Inference:
                 if i == 0 and b == 0:
                     y = launch.mix_fwd([bank[0]], None, None, q, w, EPS, EPS)[1]
                 elif i == 0:
-                    y = launch._mix(bank[: n - 1].unbind(0), u, p, bank[b], None, q, w, EPS, EPS)
+                    y = launch.mix_fwd(bank[: n - 1].unbind(0), u, p, q, w, EPS, EPS, new=bank[b])[1]
                 else:
                     p, y = launch.mix_fwd(bank[:n].unbind(0), u, p, q, w, EPS, EPS)
             elif i == 0:
@@ -101,7 +101,7 @@ class Inference:
                 p = None
             u = update(y)
         if N <= self.hybrid:
-            return launch._mix(bank[:N].unbind(0), u, p, bank[N], None, self.q[-1], self.W[-1], EPS, EPS)
+            return launch.mix_fwd(bank[:N].unbind(0), u, p, self.q[-1], self.W[-1], EPS, EPS, new=bank[N])[1]
         if N > max(1, self.direct):
             launch.combine(bank[:N].unbind(0), self.scores[self.layers :, :N], self.o1[:1], self.lse[:1])
         return self.merge(N, self.layers, 0, u, p)[1]

@@ -55,6 +55,10 @@ MANY = {
     "wide, 8 warps": {"BD": 256, "num_warps": 8, "STAGES": 2},
 }
 READ = {f"{u} rows, {w} warps": {"UNROLL": u, "num_warps": w} for u, w in ((4, 8), (2, 4), (4, 4), (2, 8), (4, 16))}
+MIX = {
+    f"{a} ahead, {w} warps{f', {m} registers' if m else ''}": {"AHEAD": a, "num_warps": w, "maxnreg": m}
+    for a, w, m in ((1, 8, 128), (2, 8, 128), (4, 8, None), (2, 8, None), (2, 16, 64))
+}
 SCORES = {
     "table": {},
     "8 warps": {"num_warps": 8},
@@ -244,8 +248,9 @@ def kernels(tokens: int | None = None, only: str = "") -> dict:
     out = torch.empty(128, 1, T, device=DEVICE)
     vectors = [*bank.unbind(0)]
     update, slot = vectors[50], vectors[51]
+    rows = [*bank[:9, :8192].unbind(0)]
 
-    def go(name: str, moved: int, changes: dict, run: Callable[[], object]) -> None:
+    def go(name: str, moved: int, changes: dict, run: Callable[[], object], tokens: int = T) -> None:
         if not name.startswith(only):
             return
         with tiles(changes):
@@ -253,7 +258,7 @@ def kernels(tokens: int | None = None, only: str = "") -> dict:
                 run()
                 if measure:
                     ms = clock(run, 3)
-                    found[name] = {"ms": ms, "gb_s": moved * T * d * 2 / ms / 1e6}
+                    found[name] = {"ms": ms, "gb_s": moved * min(tokens, T) * d * 2 / ms / 1e6}
                     say(f"kernels   {name:44s} {ms:8.3f} ms {found[name]['gb_s']:7.0f} GB/s")
             except Exception as error:
                 # Tiles that do not fit the machine are an answer.
@@ -270,6 +275,10 @@ def kernels(tokens: int | None = None, only: str = "") -> dict:
     for name, new in READ.items():
         go(f"output read, {name}", 123, {"read": new},
            lambda: launch.read(None, None, vectors[:121], vectors[121], s[0], w, 1e-6))  # fmt: skip
+    for n in (5, 8):
+        for name, new in MIX.items():
+            go(f"one pass, {n} sources, 8192 tokens, {name}", n + 4, {"mix": new},
+               lambda n=n: launch.mix_fwd(rows[:n], rows[7], rows[8], q[0], w, 1e-6, 1e-6), 8192)  # fmt: skip
     for S in (128, 64, 16):
         for name, new in SCORES.items():
             go(f"scores, {S} queries, {name}", 1, {"score_tiles": new},
@@ -304,7 +313,9 @@ def compile_all(parts: list[str]) -> None:
     if "kernels" in parts:
         jobs.remove(("kernels", ""))
         jobs += [("kernels", f"weighted sums, n = {n}") for n in (23, 67, 122)]
-        jobs += [("kernels", name) for name in ("read", "output", "scores, 128", "scores, 64", "scores, 16")]
+        jobs += [
+            ("kernels", name) for name in ("read", "output", "one pass", "scores, 128", "scores, 64", "scores, 16")
+        ]
     processes = [spawn.Process(target=compile_one, args=job) for job in jobs]
     for process in processes:
         process.start()

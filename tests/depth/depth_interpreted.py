@@ -206,9 +206,13 @@ def test_rows_of_queries_that_were_split_share_their_parts():
     assert torch.equal(split_queries(q[2:5], torch.float16)[0], q[2:5].half())
 
 
-@pytest.mark.parametrize(("n", "write", "delta"), [(0, -1, True), (2, 3, True), (4, -1, False)])
-def test_serving_contract(n, write, delta):
-    T, NB, d = 3, 4, 24
+@pytest.mark.usefixtures("tokens")
+@pytest.mark.parametrize(("n", "write", "delta"), [(0, -1, True), (2, 3, True), (4, -1, False), (6, 7, True)])
+@pytest.mark.parametrize("ahead", [1, 4])
+def test_serving_contract(n, write, delta, ahead, monkeypatch):
+    tile = config.mix
+    monkeypatch.setattr(config, "mix", lambda *shape: {**tile(*shape), "AHEAD": ahead})
+    T, NB, d = 3, 8, 24
     store = torch.randn(T, d + 8).half()
     prefix, bank = store[:, 8:], torch.randn(T, NB, 2 * d).half()[:, :, d:]
     change = torch.randn(T, d).half() if delta else None
@@ -235,7 +239,7 @@ def test_contracts_hold_for_the_kernels():
         (op.depth_phase1_bwd, (o1, lse, v, w, s, lse, r, "triton")),
         (op.depth_phase2, (u, p, o1[0], lse[0], w[0], o, *norm)),
         (op.depth_phase2_bwd, (u, p, p, o1[0], lse[0], w[0], o, *norm)),
-        (op.depth_serve_, (u, p, torch.randn(2, 4, 16), w[0], o, 2, 3, *norm)),
+        (op.depth_serve_, (u, p, torch.randn(2, 4, 16), w[0], None, o, 2, 3, *norm)),
     ]
     for packet, args in calls:
         assert set(torch.library.opcheck(packet.default, args, test_utils=tests).values()) == {"SUCCESS"}

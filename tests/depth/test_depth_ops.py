@@ -139,7 +139,7 @@ def test_opcheck():
         (op.depth_phase2, (None, None, o1[0], None, None, o, *norm)),
         (op.depth_phase2_bwd, (u, p, p, o1[0], lse[0], q, o, *norm)),
         (op.depth_phase2_bwd, (u, None, None, o1[0], None, None, o, *norm)),
-        (op.depth_serve_, (u.view(6, D), p.view(6, D), torch.randn(6, 4, D), q, o, 2, 3, *norm)),
+        (op.depth_serve_, (u.view(6, D), p.view(6, D), torch.randn(6, 4, D), q, o, o, 2, 3, *norm)),
     ]
     for packet, args in calls:
         assert set(torch.library.opcheck(packet.default, args, test_utils=OPCHECK).values()) == {"SUCCESS"}

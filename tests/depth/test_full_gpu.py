@@ -1,4 +1,4 @@
-"""Full on a CUDA device: weighted sums over many sources and reads from scores, within budget, at many waves."""
+"""Full's kernels and the serving contract on a CUDA device, within budget, at many waves."""
 
 import pytest
 import torch
@@ -73,3 +73,25 @@ def test_reads_from_scores(dtype, n, T, d):
             low,
             exact(eager.read, *given, sources, update, s, norm, 1e-6),
         )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("n", "T", "d"), [(0, 1100, 7168), (2, 1100, 7168), (8, 3000, 7168), (8, 128, 7168), (5, 1100, 2048)]
+)
+def test_serving_contract(dtype, n, T, d):
+    from tilewise.depth.triton import launch
+
+    blocks = bank(n + 1, T, d, dtype).transpose(0, 1).contiguous()
+    prefix, delta = (torch.randn(T, d, device="cuda").to(dtype) for _ in range(2))
+    weights = [(torch.rand(d, device="cuda") + 0.5).to(dtype) for _ in range(2)]
+    args = (torch.randn(d, device="cuda") * d**-0.5).to(dtype), *weights, n, n, 1e-6, 1e-5
+    results, kept = [], []
+    for function, kind in ((launch.serve_, dtype), (eager.serve_, dtype), (eager.serve_, torch.float64)):
+        p, b = prefix.to(kind, copy=True), blocks.to(kind, copy=True)
+        wide = [x.to(kind) if torch.is_tensor(x) else x for x in args]
+        results.append(function(p, delta.to(kind), b, *wide))
+        kept.append((p, b))
+    assert torch.equal(kept[0][0], kept[1][0])
+    assert torch.equal(kept[0][1], kept[1][1])
+    assert_within_budget("y", *results)

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tilewise.depth.reference import rstd, wide
+from tilewise.depth.reference import fold_queries, rstd, wide
 
 __all__ = [
     "combine",
@@ -335,13 +335,15 @@ def serve_(
     delta: Tensor | None,
     blocks: Tensor,
     q: Tensor,
+    g: Tensor | None,
     w: Tensor | None,
     num_blocks: int,
     block_write_idx: int,
     eps: float,
     output_eps: float,
 ) -> Tensor:
-    """The serving contract, in place on `prefix` and `blocks`."""
+    """The serving contract, in place on `prefix` and `blocks`; the query w and the key weight g are not folded yet."""
+    q = fold_queries(q, g).to(wide(prefix).dtype)
     if delta is not None:
         prefix.add_(delta)
     if block_write_idx >= 0:

@@ -183,12 +183,12 @@ def _phase2_bwd_fake(dy, dp, p, o1, lse, q, w, eps, output_eps, impl):
     return dprefix, dy.new_empty(dy.shape), dlse, dq, dy.new_empty(0 if w is None else d, dtype=stat)
 
 
-def _serve(prefix, delta, blocks, q, w, num_blocks, block_write_idx, eps, output_eps, impl):
+def _serve(prefix, delta, blocks, q, g, w, num_blocks, block_write_idx, eps, output_eps, impl):
     run = backend(impl, prefix).serve_
-    return run(prefix, delta, blocks, q, w, num_blocks, block_write_idx, eps, output_eps)
+    return run(prefix, delta, blocks, q, g, w, num_blocks, block_write_idx, eps, output_eps)
 
 
-def _serve_fake(prefix, delta, blocks, q, w, num_blocks, block_write_idx, eps, output_eps, impl):
+def _serve_fake(prefix, delta, blocks, q, g, w, num_blocks, block_write_idx, eps, output_eps, impl):
     return prefix.new_empty(prefix.shape)
 
 
@@ -230,7 +230,8 @@ _define(
     _phase2_bwd_fake,
 )
 _define(
-    "depth_serve_(Tensor(a!) prefix, Tensor? delta, Tensor(b!) blocks, Tensor q, Tensor? w, int num_blocks,"
+    "depth_serve_(Tensor(a!) prefix, Tensor? delta, Tensor(b!) blocks, Tensor q, Tensor? g, Tensor? w,"
+    " int num_blocks,"
     f" int block_write_idx, {_NORM}) -> Tensor",
     _serve,
     _serve_fake,

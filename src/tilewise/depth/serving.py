@@ -7,7 +7,7 @@ from torch import Tensor
 
 from tilewise.depth import reference
 from tilewise.depth.checks import check_same, check_sources, check_vector
-from tilewise.depth.ops import check_call, fold
+from tilewise.depth.ops import check_call
 
 __all__ = ["fused_attn_res"]
 
@@ -87,7 +87,8 @@ def fused_attn_res(
         )
     if impl == "reference":
         return reference.fused_attn_res(*leaves, num_blocks, block_write_idx, eps, output_norm_eps)
-    q = fold(qk_weight, norm_weight, dtype)
+    # Not folded here: that would be three launches a call, and a captured graph would not see weights that change.
+    weights = qk_weight, norm_weight, output_norm_weight
     return torch.ops.tilewise.depth_serve_(
-        prefix, delta, blocks, q, output_norm_weight, num_blocks, block_write_idx, eps, output_norm_eps, impl
+        prefix, delta, blocks, *weights, num_blocks, block_write_idx, eps, output_norm_eps, impl
     )

@@ -12,9 +12,9 @@ __all__ = [
     "inner_tiles",
     "merge_bwd",
     "merge_warps",
+    "mix",
     "mix_bwd",
     "mix_few",
-    "mix_warps",
     "one_reduction",
     "read",
     "score_tiles",
@@ -69,11 +69,17 @@ def one_reduction(T: int, size: int) -> bool:
     return few(T) and size == 2
 
 
-def mix_warps(T: int, d: int, n: int) -> int:
+def mix(T: int, d: int, n: int) -> dict:
+    """AHEAD: rows that the one-pass kernel has in flight while it reduces another.
+
+    Few tokens have an SM each: four rows, and the registers that it takes. Of many tokens two rows of 8,192 share an SM
+    instead, which 128 registers allow with one row ahead (40 bytes spilled).
+    """
     block = row_block(d)
     if n == 2 and not few(T):
-        return min(max(block // 2048, 4), 16)
-    return min(max(block // 1024, 4), 16)
+        return {"AHEAD": 2, "num_warps": min(max(block // 2048, 4), 16)}
+    tile = {"AHEAD": 4, "num_warps": min(max(block // 1024, 4), 16)}
+    return tile if few(T) or n <= 4 or block != 8192 else {**tile, "AHEAD": 1, "maxnreg": 128}
 
 
 def merge_bwd(T: int, d: int, size: int) -> dict:

@@ -60,7 +60,7 @@ def _sources(sources: Sequence[Tensor], spare: Tensor) -> _Named:
     return _Named(tuple(sources), spare, stride8, False, len(sources), sources)
 
 
-def _mix(sources, update, prefix, new, block, q, w, eps, output_eps) -> Tensor:
+def _mix(sources, update, prefix, new, block, q, g, w, eps, output_eps) -> Tensor:
     like = sources[0] if sources else prefix if update is None else update
     T, d = like.shape
     y = torch.empty((T, d), dtype=like.dtype, device=like.device)
@@ -79,6 +79,7 @@ def _mix(sources, update, prefix, new, block, q, w, eps, output_eps) -> Tensor:
             y if update is None else update,
             y if prefix is None else prefix,
             q,
+            q if g is None else g,
             q if w is None else w,
             y if new is None else new,
             y if block is None else block,
@@ -93,6 +94,7 @@ def _mix(sources, update, prefix, new, block, q, w, eps, output_eps) -> Tensor:
             PREFIX=mode,
             WRITE_PREFIX=new is not None,
             WRITE_BLOCK=block is not None,
+            KEY=g is not None,
             NORM=w is not None,
             D=d,
             **tiles,
@@ -107,6 +109,7 @@ def _mix(sources, update, prefix, new, block, q, w, eps, output_eps) -> Tensor:
         y if update is None else update,
         y if prefix is None else prefix,
         q,
+        q if g is None else g,
         q if w is None else w,
         y if new is None else new,
         y if block is None else block,
@@ -121,10 +124,11 @@ def _mix(sources, update, prefix, new, block, q, w, eps, output_eps) -> Tensor:
         PREFIX=mode,
         WRITE_PREFIX=new is not None,
         WRITE_BLOCK=block is not None,
+        KEY=g is not None,
         NORM=w is not None,
         D=d,
         BD=config.row_block(d),
-        num_warps=config.mix_warps(T, d, len(sources)),
+        **config.mix(T, d, len(sources)),
     )
     return y
 
@@ -132,7 +136,7 @@ def _mix(sources, update, prefix, new, block, q, w, eps, output_eps) -> Tensor:
 def mix_fwd(sources, update, prefix, q, w, eps, output_eps, new=None):
     """See :func:`tilewise.depth.eager.mix_fwd`."""
     new = _sum(update, prefix, new)
-    y = _mix(sources, update, prefix, new, None, q, w, eps, output_eps)
+    y = _mix(sources, update, prefix, new, None, q, None, w, eps, output_eps)
     return (update if prefix is None else prefix if update is None else new), y
 
 
@@ -143,7 +147,7 @@ def _sum(update: Tensor | None, prefix: Tensor | None, new: Tensor | None) -> Te
     return torch.empty(update.shape, dtype=update.dtype, device=update.device) if new is None else new
 
 
-def serve_(prefix, delta, blocks, q, w, num_blocks, block_write_idx, eps, output_eps):
+def serve_(prefix, delta, blocks, q, g, w, num_blocks, block_write_idx, eps, output_eps):
     """See :func:`tilewise.depth.eager.serve_`: one launch, in place."""
     block = blocks[:, block_write_idx] if block_write_idx >= 0 else None
     aligned = all(x is None or rows(x) is x for x in (prefix, block))
@@ -153,7 +157,7 @@ def serve_(prefix, delta, blocks, q, w, num_blocks, block_write_idx, eps, output
             f"{blocks.stride()}; impl='eager' takes any strides"
         )
     sources = [blocks[:, j] for j in range(num_blocks)]
-    return _mix(sources, delta, prefix, None if delta is None else prefix, block, q, w, eps, output_eps)
+    return _mix(sources, delta, prefix, None if delta is None else prefix, block, q, g, w, eps, output_eps)
 
 
 def mix_bwd(dy, dp, sources, p, q, w, eps, output_eps, into=None, fresh=False):

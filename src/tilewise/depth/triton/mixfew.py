@@ -13,6 +13,7 @@ def mix_few_kernel(
     update,
     prefix,
     q_ptr,
+    g_ptr,
     w_ptr,
     new_prefix,
     block,
@@ -30,12 +31,13 @@ def mix_few_kernel(
     PREFIX: tl.constexpr,
     WRITE_PREFIX: tl.constexpr,
     WRITE_BLOCK: tl.constexpr,
+    KEY: tl.constexpr,
     NORM: tl.constexpr,
     BN: tl.constexpr,
     D: tl.constexpr,
     BD: tl.constexpr,
 ):
-    """As `mix_fwd_kernel`, for 1 <= n <= BN sources given as a bank or a table. PREFIX: 0 none, 1, 2, 3 as there."""
+    """As `mix_fwd_kernel`, for 1 <= n <= BN sources given as a bank or a table. PREFIX and KEY as there."""
     t = tl.program_id(0).to(tl.int64)
     dtype: tl.constexpr = y_ptr.dtype.element_ty
     c = tl.arange(0, BD)
@@ -45,7 +47,9 @@ def mix_few_kernel(
     at = tl.where(live, j, 0)
     rows = source_rows(base, table, at, at * 0 + t, source_stride8, row_stride8, TABLE)
     v = tl.load(rows[:, None] + c[None, :], mask=live[:, None] & m[None, :], other=0.0)
-    q = tl.load(q_ptr + c, mask=m, other=0.0, eviction_policy="evict_last")
+    q = tl.load(q_ptr + c, mask=m, other=0.0, eviction_policy="evict_last").to(tl.float32)
+    if KEY:
+        q *= tl.load(g_ptr + c, mask=m, other=0.0, eviction_policy="evict_last").to(tl.float32)
     if NORM:
         w = tl.load(w_ptr + c, mask=m, other=0.0, eviction_policy="evict_last")
     if PREFIX > 0:

@@ -29,6 +29,7 @@ def mix_fwd_kernel(
     update,
     prefix,
     q_ptr,
+    g_ptr,
     w_ptr,
     new_prefix,
     block,
@@ -46,26 +47,28 @@ def mix_fwd_kernel(
     PREFIX: tl.constexpr,
     WRITE_PREFIX: tl.constexpr,
     WRITE_BLOCK: tl.constexpr,
+    KEY: tl.constexpr,
     NORM: tl.constexpr,
+    AHEAD: tl.constexpr,
     D: tl.constexpr,
     BD: tl.constexpr,
 ):
-    """PREFIX: 0 none, 1 p = update, 2 p = prefix + update, 3 p = prefix. TABLE: n sources by address, else N named."""
+    """PREFIX: 0 none, 1 p = update, 2 p = prefix + update, 3 p = prefix. TABLE: n sources by address, else N named.
+
+    KEY: the query is the product of q and g. AHEAD rows are loaded before they are needed: each source's reduction is a
+    barrier, which no load moves across.
+    """
     t = tl.program_id(0).to(tl.int64)
     dtype: tl.constexpr = y_ptr.dtype.element_ty
     c = tl.arange(0, BD)
     m = c < D
-    q = tl.load(q_ptr + c, mask=m, other=0.0, eviction_policy="evict_last")
+    q = tl.load(q_ptr + c, mask=m, other=0.0, eviction_policy="evict_last").to(tl.float32)
+    if KEY:
+        q *= tl.load(g_ptr + c, mask=m, other=0.0, eviction_policy="evict_last").to(tl.float32)
     row = t * source_stride8 * 8 + c
-    # Loads of the first sources are issued before any reduction: a reduction is a barrier that no load moves across.
-    if N >= 1:
-        v0 = tl.load(sources[0] + row, mask=m, other=0.0)
-    if N >= 2:
-        v1 = tl.load(sources[1] + row, mask=m, other=0.0)
-    if N >= 3:
-        v2 = tl.load(sources[2] + row, mask=m, other=0.0)
-    if N >= 4:
-        v3 = tl.load(sources[3] + row, mask=m, other=0.0)
+    waiting = ()
+    for j in tl.static_range(AHEAD if AHEAD < N else N):
+        waiting = waiting + (tl.load(sources[j] + row, mask=m, other=0.0),)  # noqa: RUF005
     mx = -float("inf")
     l = 0.0
     o = tl.zeros([BD], tl.float32)
@@ -82,20 +85,18 @@ def mix_fwd_kernel(
         if WRITE_BLOCK:
             tl.store(block + t * block_stride8 * 8 + c, p, mask=m)
         mx, l, o = _take(p, q, mx, l, o, eps, D)
-    if N >= 1:
-        mx, l, o = _take(v0, q, mx, l, o, eps, D)
-    if N >= 2:
-        mx, l, o = _take(v1, q, mx, l, o, eps, D)
-    if N >= 3:
-        mx, l, o = _take(v2, q, mx, l, o, eps, D)
-    if N >= 4:
-        mx, l, o = _take(v3, q, mx, l, o, eps, D)
-    for j in tl.static_range(4, N):
-        mx, l, o = _take(tl.load(sources[j] + row, mask=m, other=0.0), q, mx, l, o, eps, D)
+    for j in tl.static_range(N):
+        v = waiting[0]
+        waiting = waiting[1:]
+        if j + AHEAD < N:
+            waiting = waiting + (tl.load(sources[j + AHEAD] + row, mask=m, other=0.0),)  # noqa: RUF005
+        mx, l, o = _take(v, q, mx, l, o, eps, D)
     if TABLE:
+        v = tl.load(aligned(table, 0, dtype) + row, mask=m, other=0.0)
         for j in range(n):
-            v = tl.load(aligned(table, j, dtype) + row, mask=m, other=0.0)
+            later = tl.load(aligned(table, tl.minimum(j + 1, n - 1), dtype) + row, mask=m & (j + 1 < n), other=0.0)
             mx, l, o = _take(v, q, mx, l, o, eps, D)
+            v = later
     h = o / l
     if NORM:
         w = tl.load(w_ptr + c, mask=m, other=0.0, eviction_policy="evict_last").to(tl.float32)
