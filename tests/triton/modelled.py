@@ -176,6 +176,19 @@ def found(name: str) -> str | None:
         kernel.fn = whole
 
 
+def differing(call, do, dlse, o, lse, leaves, grads) -> list[str]:
+    """Gradients that are others when they alone are asked for, or not left alone when they are not."""
+    out = []
+    for n, whole in enumerate(grads):
+        need = [m == n for m in range(len(leaves))]
+        alone = [torch.full_like(x, 7.0) for x in leaves]
+        linear_backward.backward(call, do, dlse, o, lse, need, alone)
+        same = [torch.equal(x, whole if m == n else torch.full_like(x, 7.0)) for m, x in enumerate(alone)]
+        if not all(same):
+            out.append(f"{names_of(call)[n]} asked for alone: {same}")
+    return out
+
+
 def missed(name: str) -> list[str]:
     call = (JOBS | GRADIENTS)[name]()
     B, H, Tq, _ = call.q.shape
@@ -207,6 +220,8 @@ def missed(name: str) -> list[str]:
         leaves = [call.q, call.k, call.v, *call.tensors]
         grads = [torch.full_like(x, float("nan")) for x in leaves]
         linear_backward.backward(call, do, dlse, o, lse, [True] * len(leaves), grads)
+        if name in ("both-gradients", "gradients-own"):
+            out += differing(call, do, dlse, o, lse, leaves, grads)
         budgets += [error_budget(*x) for x in zip(names_of(call), grads, low, exact, strict=True)]
     return out + [f"{b.name}: error {b.error:.2e}, allowed {b.allowed:.2e}" for b in budgets if not b.ok]
 

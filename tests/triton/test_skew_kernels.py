@@ -7,6 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from planned import passes
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+from relative_cases import timed_call
 
 HERE = Path(__file__).parent
 
@@ -70,6 +74,17 @@ def test_compiled_for_hopper():
         programs = 3 if line["kernel"] == "attend_band" else 2
         assert programs * (line["shared"] + 1024) <= 233472
         assert programs * 128 * line["registers"] <= 65536
+
+
+@pytest.mark.parametrize(("case", "most"), [("shaw", 125), ("deberta", 540), ("txl", 600)])
+def test_the_backward_is_linear_in_memory(case, most):
+    found = {}
+    for N in (8192, 16384):
+        found[N], started = passes(timed_call(case, N, "meta", tokens=16384)[0])["backward"]
+        assert {"query_pass", "key_pass"} <= {kernel for kernel, _, _ in started}
+    assert found[8192] <= most
+    # As many tokens in longer sequences: what a wave of row blocks needs grows, the rest stays.
+    assert found[16384] <= 1.1 * max(most, found[8192])
 
 
 def test_the_order_that_the_test_above_looks_for():
