@@ -30,13 +30,15 @@ GROUPS = (*DEFAULT, "wide")
 CASES = ("shaw", "deberta", "txl")
 VARIANTS = {
     "as committed": {},
-    "2 stages": {"STAGES_ALONE": 2},
+    "2 stages": {"QUERIES_ALONE": (2, None), "KEYS_ALONE": (2, None)},
+    "3 programs": {"KEYS_ALONE": (2, 168)},
     "320 MiB of dG": {"BUDGET": 320 << 20},
     "1 GiB of dG": {"BUDGET": 1 << 30},
     "wide": {"WIDTHS": (64, 128)},
 }
 TRIED = [
     ("shaw", "2 stages"),
+    ("shaw", "3 programs"),
     ("deberta", "320 MiB of dG"),
     ("txl", "320 MiB of dG"),
     ("txl", "1 GiB of dG"),

@@ -32,8 +32,11 @@ BUDGET = 540 << 20
 on each of 132 SMs) need 532 MiB. In such shares the passes end together less often: at 8,192 tokens, with three times
 as many bytes as one wave needs, Transformer-XL's backward took 7.17 ms instead of 7.66."""
 
-STAGES_ALONE = 3
-"""Stages of tiles where q alone is projected; with both terms, two programs of more than two do not fit an SM."""
+QUERIES_ALONE: tuple[int, int | None] = (3, None)
+KEYS_ALONE: tuple[int, int | None] = (3, None)
+"""Of calls where q alone is projected, at width 64: each pass's stages of tiles, and registers a thread (None: as many
+as the compiler likes). With (2, 168), three programs of the pass over keys fit an SM. With both terms, or with a left
+factor of its own, two programs of more than two stages do not."""
 
 WIDTHS = (64,)
 """Widths that the passes take. At 128 a thread keeps 8 … 368 bytes in local memory, and one program fills an SM."""
@@ -125,13 +128,14 @@ class _Backward:
             return grad, None
         return torch.empty(like.shape, dtype=self.L.dtype, device=self.L.device), grad
 
-    def _meta(self) -> dict:
+    def _meta(self, alone: tuple[int, int | None]) -> dict:
         L = self.L
+        stages, registers = alone if self.own and self.key is None and L.d == 64 else (2, None)
         return dict(
             D=L.d, DTYPE=dtype_of(L.dtype), OWN=self.own, KEY=self.key is not None, SIDES=L.sides,
             SHIFTED=self.shifted, RANGED=L.mask.ranged, MASKED=L.masked(TILE) or L.mask.elementwise,
-            STAGES=STAGES_ALONE if self.own and self.key is None and L.d == 64 else 2, ROWS=rows_layout(L.d, L.dtype),
-            SQUARE=self.square, num_warps=4,
+            STAGES=stages, ROWS=rows_layout(L.d, L.dtype), SQUARE=self.square, num_warps=4,
+            **({"maxnreg": registers} if registers else {}),
         )  # fmt: skip
 
     def _sizes(self, base: int):
@@ -171,7 +175,7 @@ class _Backward:
             launch(
                 key_pass, (f1 - f0,), *self.tensors, tiles_of(Source(dk)), tiles_of(Source(dv)), described, self.stats,
                 L.mask.rule, L.mask.keys, L.c, L.call.scale, f0, L.B, L.H, L.Hk, L.G, *self._sizes(base),
-                SHARED=L.G > 1, **self._meta(),
+                SHARED=L.G > 1, **self._meta(KEYS_ALONE),
             )  # fmt: skip
             if diagonals is not None and self.key in self.table:
                 diagonals.add(dh, self.sums_c, f0, f1)
@@ -201,7 +205,8 @@ class _Backward:
             launch(
                 query_pass, (f1 - f0,), *self.tensors, tiles_of(Source(dq)), tiles_of(Source(dw)), described, ends,
                 parts, self.stats, L.mask.rule, L.mask.queries, L.c, L.call.scale, f0, L.B, L.H, L.G, *sizes[:10],
-                *L.ends[n], L.head_stride(n), ends.stride(1), *sizes[10:], **self._meta(),
+                *L.ends[n], L.head_stride(n), ends.stride(1), *sizes[10:],
+                **self._meta(QUERIES_ALONE),
             )  # fmt: skip
             if n in self.table:
                 diagonals.add(dg, sums, f0, f1)
