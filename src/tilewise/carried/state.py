@@ -130,13 +130,13 @@ def carried_attention(
     queries, keys = [*carry._queries, q], [*carry._keys, k]
     gains = [] if config.scaling != "gain" else [*carry._gains, gain if gain is not None else q.new_ones(H)]
     centres = []
-    if config.centred and carry.decision.plan != "recompute":
+    if config.centred and carry.decision.plan != "recompute" and not last:
         centres = [*carry._centres, k.detach().mean(2, dtype=torch.promote_types(k.dtype, torch.float32))]
     z_in, z_out, call = _step(carry, layout, gains, q, last)
     n = max(call.forward, call.backward)
     first = len(queries) - n
-    # Scores that are neither read nor stored need no centring.
-    used = centres[-n:] if z_in is not None or z_out is not None else []
+    # Only what is rounded needs centring: not the sum that a last layer makes of what it reads and its own scores.
+    used = centres[-n:] if any(call.options.rounded) else []
     query_edges, key_edges = carry._edges
     if call.push:
         query_edges, key_edges = [*query_edges, gradient_edge(q)], [*key_edges, gradient_edge(k)]
