@@ -9,12 +9,12 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from .cached import cached
 from .launch import cdiv, launch
-from .plan import Layout, Source, padded
+from .plan import Facts, Layout, Source, padded
 from .project import expand
 from .skew import TILE
 from .terms import rows_of
 
-__all__ = ["dtype_of", "expanded", "misfits", "rows_layout", "tiles_of"]
+__all__ = ["dtype_of", "expanded", "misfits", "rows_layout", "tiles_of", "unfitting"]
 
 
 def dtype_of(x: torch.dtype):
@@ -66,20 +66,24 @@ def _rows_between(rows, low: int, high: int, descending: bool, device: torch.dev
     return rows_of(rows, delta.flip(0) if descending else delta).contiguous()
 
 
-def misfits(L: Layout) -> list[str]:
-    """Why no Hopper kernel of this package can run a call, whatever its terms."""
+def unfitting(F: Facts) -> list[str]:
+    """Why no Hopper kernel of this package can run a call, whatever its terms, as far as its sizes tell."""
     reasons = []
-    if not L.limits.hopper:
+    if not F.limits.hopper:
         reasons.append("the GPU is not a Hopper (sm_90)")
-    if L.dtype not in (torch.float16, torch.bfloat16):
-        reasons.append(f"q is {L.dtype}")
-    widths = {L.d, L.dv, *(t.shape[-1] for t in L.tables)}
-    if len(widths) > 1 or L.d not in (64, 128):
+    if F.dtype not in (torch.float16, torch.bfloat16):
+        reasons.append(f"q is {F.dtype}")
+    widths = {F.d, F.dv, *(int(p.table.shape[-1]) for p in F.ports)}
+    if len(widths) > 1 or F.d not in (64, 128):
         reasons.append(f"the widths are {sorted(widths)}; it takes 64 or 128 alike")
-    if not L.call.scale >= 0.0:
-        reasons.append(f"scale is {L.call.scale}; it takes scales ≥ 0")
-    if L.call.dropout_p > 0.0 or L.call.mask.dense is not None:
+    if not F.call.scale >= 0.0:
+        reasons.append(f"scale is {F.call.scale}; it takes scales ≥ 0")
+    if F.call.dropout_p > 0.0 or F.call.mask.dense is not None:
         reasons.append("it has neither dropout nor dense masks")
-    if not all(s.describable for s in (L.q, L.k, L.v, *(x for x in L.lefts if x is not None))):
-        reasons.append("a tensor is not laid out in multiples of 16 bytes")
     return reasons
+
+
+def misfits(L: Layout) -> list[str]:
+    """:func:`unfitting`, and what only the tensors tell."""
+    described = all(s.describable for s in (L.q, L.k, L.v, *(x for x in L.lefts if x is not None)))
+    return unfitting(L) + ([] if described else ["a tensor is not laid out in multiples of 16 bytes"])

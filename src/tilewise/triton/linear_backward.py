@@ -19,13 +19,13 @@ from ..call import Call
 from .band_keys import key_pass
 from .band_queries import query_pass
 from .band_tables import Diagonals
-from .hopper import dtype_of, expanded, misfits, rows_layout, tiles_of
+from .hopper import dtype_of, expanded, misfits, rows_layout, tiles_of, unfitting
 from .launch import cdiv, launch
-from .plan import Layout, Source
+from .plan import Facts, Layout, Source
 from .skew import TILE
 from .terms import Skewed, skewed_band, skewed_edge
 
-__all__ = ["backward", "unsuited"]
+__all__ = ["backward", "unplanned", "unsuited"]
 
 BUDGET = 540 << 20
 """Bytes of dG at once: at 8,192 keys without saturated tiles, twice as many query blocks as an H200 runs at once (two
@@ -45,14 +45,19 @@ WAVE = 264
 """Row blocks that run at once at width 64; a launch takes a multiple where it can."""
 
 
+def unplanned(F: Facts) -> list[str]:
+    """Why a call must take the portable kernels, as far as its terms and sizes tell."""
+    if sorted(p.kind for p in F.ports) not in (["query"], ["key", "query"]):
+        return ["the terms are not one OnQuery, or one OnQuery and one OnKey"]
+    reasons = unfitting(F)
+    if any(p.left is not None for p in F.ports) and F.sides:
+        reasons.append("a left factor of its own meets saturated tiles")
+    return reasons + ([] if F.d in WIDTHS else [f"the width is {F.d}; it takes {' or '.join(map(str, WIDTHS))}"])
+
+
 def unsuited(L: Layout) -> list[str]:
     """Why the call must take the portable kernels; empty where these run it."""
-    if sorted(p.kind for p in L.ports) not in (["query"], ["key", "query"]):
-        return ["the terms are not one OnQuery, or one OnQuery and one OnKey"]
-    reasons = misfits(L)
-    if L.sides and any(p.left is not None for p in L.ports):
-        reasons.append("a left factor of its own meets saturated tiles")
-    return reasons + ([] if L.d in WIDTHS else [f"the width is {L.d}; it takes {' or '.join(map(str, WIDTHS))}"])
+    return unplanned(L) or misfits(L)
 
 
 def backward(

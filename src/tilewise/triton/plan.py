@@ -11,6 +11,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..call import Call
 from ..terms import Port
+from . import config
 from .buffers import Buffer, Lookup, Slab, Source, spaced
 from .cached import cached
 from .config import Limits, Tiles, forward_tiles
@@ -146,8 +147,19 @@ class Facts:
         # Even shares: 12 heads that fit 8 at a time go 6 and 6.
         return self.G * -(-self.Hk // -(-self.Hk // groups))
 
+    @property
+    def in_registers(self) -> bool:
+        """Whether both passes are to skew in registers, which makes no projection (:mod:`.linear_backward`)."""
+        if not (config.SKEW_IN_REGISTERS and self.limits.hopper and self.call.options.skew == "auto"):
+            return False
+        from .linear_backward import unplanned
+
+        return not unplanned(self)
+
     def kept(self) -> int:
         """Elements of all projections as the forward makes them, where the call's options keep them; else 0."""
+        if self.call.options.projections == "auto" and self.in_registers:
+            return 0
         block = self.block_of(self.forward_tiles())
         count = sum(self.B * self.H * self.projection(n, block).head for n in self.projected)
         if self.call.options.projections != "auto":
