@@ -1,4 +1,4 @@
-"""Bytes that Full Attention Residuals move, against the two-phase formula: counted by the GPU, and bounded by time.
+"""Bytes that Full Attention Residuals move, against the two-phase formula: by launches, by the GPU, and by time.
 
     python benchmarks/depth_traffic.py --out DIR [--tokens 32768] [--limit SECONDS]
 
@@ -6,7 +6,8 @@
 with groups of S sublayers that share a phase 1, N of them, (S + N) d elements a sublayer and token, keys and values
 counted each; beside it stands what the operators are defined to move, where a source is read once for both.
 
-Two measurements. `ncu` runs a pass and sums dram__bytes_read and dram__bytes_write over its kernels (a child process at
+Three answers. The launches' own: every operator of a pass says by its arguments what it reads and writes (this needs no
+GPU). `ncu` runs a pass and sums dram__bytes_read and dram__bytes_write over its kernels (a child process at
 `--ncu-tokens`, since every kernel is slowed down; tensors stay larger than the L2 cache). And the time of a pass at
 `--tokens` bounds what it can have moved: memory gives no more than its peak bandwidth. Writes DIR/depth_traffic.json.
 """
@@ -26,9 +27,11 @@ from statistics import median
 import torch
 
 from tilewise.bench.cells import Cell
+from tilewise.bench.depth_bytes import count
 from tilewise.bench.depth_systems import streams
 from tilewise.bench.depth_work import Work, inputs, overhead
-from tilewise.depth import Schedule
+from tilewise.depth import InferenceState, Schedule
+from tilewise.nn import AttnRes
 
 START = time.time()
 METRICS = ("dram__bytes_read.sum", "dram__bytes_write.sum")
@@ -111,6 +114,18 @@ def by_counters(args, seconds: float) -> dict:
             "ratio": {name: net / value for name, value in formula(cell).items()}}  # fmt: skip
 
 
+def by_launches(args) -> dict:
+    """What the operators of a pass are given to read and to write, at this length and width."""
+    cell, width, tokens = cell_of(args.tokens, args), 16, min(args.tokens, 1032)
+    schedule = Schedule.full_attention(args.sublayers)
+    # Vectors do not depend on their width; the kernels' tiles are those of any length above 1,024.
+    state = InferenceState(schedule, AttnRes(width, schedule).reads(), tokens)
+    found = count(state, tokens, torch.ones(args.sublayers + 1, width))
+    moved = found.total(args.tokens, args.d, cell.torch_dtype.itemsize)
+    return {"tokens": args.tokens, "read": found.read, "written": found.written, "net": moved,
+            "ratio": {name: moved / value for name, value in formula(cell).items()}}  # fmt: skip
+
+
 @torch.no_grad()
 def by_time(args) -> dict:
     """The most that a pass can have moved in its time, its updates' time taken off."""
@@ -154,8 +169,10 @@ def main() -> None:
     cell = cell_of(args.tokens, args)
     record = {"sizes": cell.size, "formula": formula(cell)}
     say({name: f"{value / 1e9:.1f} GB" for name, value in record["formula"].items()})
+    record["launches"] = by_launches(args)
+    say("launches", record["launches"])
     if args.device == "cpu":
-        say("no GPU: nothing to count")
+        (args.out / "depth_traffic.json").write_text(json.dumps(record, indent=1) + "\n")
         return None
     record |= {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__}
     for name, measure in (("time", by_time), ("counters", lambda a: by_counters(a, a.limit - (time.time() - START)))):
