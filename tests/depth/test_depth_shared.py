@@ -9,6 +9,8 @@ import torch
 from tilewise import depth
 from tilewise.depth import BlockReads, SharedSource, mix_norm_shared
 from tilewise.depth import reference as R
+from tilewise.depth.schedule import Schedule
+from tilewise.nn import AttnRes
 
 D, T, S, BLOCKS = 16, 5, 3, 3
 
@@ -99,3 +101,30 @@ def test_bad_calls_say_so():
     with pytest.raises(IndexError, match="i: found 0, expected 1 to 2"):
         reads.merge(0, x, None)
     assert depth.BlockReads is BlockReads
+
+
+@pytest.mark.parametrize("blocks", [1, 2])
+@pytest.mark.parametrize("size", [*range(1, 10), 16])
+def test_every_block_size_has_the_gradients_of_separate_reads(size, blocks):
+    """The last block recomputes o1 in smaller parts than the others; parts may not overlap."""
+    residual = AttnRes(D, Schedule.block(size * blocks, size)).double()
+    torch.nn.init.normal_(residual.query)
+    norms = torch.randn(size * blocks, D, dtype=torch.float64).unbind(0)
+    x = torch.randn(T, D, dtype=torch.float64, requires_grad=True)
+    results = []
+    for given in (norms, None):
+        stream = residual(x, norms=given)
+        assert type(stream).__name__ == ("Stream" if given is None else "SharedStream")
+        for l in range(size * blocks):
+            stream.write(l, layer(stream.read(l, norms[l]), l))
+        out = stream.output()
+        leaves = [x, residual.query, residual.key_weight]
+        results.append((out, *torch.autograd.grad(out.sin().sum(), leaves)))
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_a_gradient_keeps_no_other_accumulators():
+    x, w, g, o = (t.detach().float().requires_grad_() for t in leaves())
+    shared(x, w, g, o, False).sum().backward()
+    assert x.grad.untyped_storage().nbytes() == x.grad.nbytes

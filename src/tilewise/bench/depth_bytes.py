@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tilewise.depth import InferenceState
-from tilewise.depth.triton import config
+from tilewise.depth.triton import config, launch
 
 __all__ = ["Bytes", "count"]
 
@@ -51,6 +51,9 @@ class _Counted:
         self._found.read += read
         self._found.written += written
         self._found.scalars += scalars
+
+    def direct(self, T: int, n: int, queries: int) -> bool:
+        return launch.direct(T, n, queries)
 
     def scores(self, sources: Sequence[Tensor], q: Tensor, eps: float, out: Tensor | None = None):
         # A kernel takes up to BS queries: each further group of them reads the sources again.

@@ -92,7 +92,11 @@ class _Share(torch.autograd.Function):
             return None, grad
         if grad is not None:
             acc = acc.add_(grad.reshape(acc.shape))
-        return None, _shaped(acc.to(ctx.dtype), ctx.shape)
+        grad = acc.to(ctx.dtype)
+        if grad is acc and acc.untyped_storage().nbytes() > acc.nbytes:
+            # A row of the accumulators' tensor would keep all of them.
+            grad = acc.clone()
+        return None, _shaped(grad, ctx.shape)
 
 
 def _accumulators(sums: Sequence[_Sum]) -> tuple[list[Tensor], bool]:
@@ -301,10 +305,10 @@ class _Block:
 
     def group(self, i: int) -> range:
         """The reads whose o1 is recomputed together with read i's."""
-        step = -(-self.size // self.pieces)
+        step, start = -(-self.size // self.pieces), 0
         if not self.save_o1 and i >= step:
-            step = min(step, -(-self.size // self.first_pieces))
-        first = i // step * step
+            start, step = step, min(step, -(-self.size // self.first_pieces))
+        first = start + (i - start) // step * step
         return range(first, min(first + step, self.size))
 
     def merge(self, i: int, update: Tensor | None, prefix: Tensor | None) -> tuple[Tensor | None, Tensor]:

@@ -73,7 +73,7 @@ class InferenceState:
         self.run = backend("eager" if reads.impl == "reference" else reads.impl, self.bank)
         statistics = torch.float64 if dtype == torch.float64 else torch.float32
         folded = fold_queries(self.reads.query, self.reads.key_weight).to(device, statistics).contiguous()
-        self.q = folded.unbind(0)
+        self.folded, self.q = folded, folded.unbind(0)
         self.run.prepare(folded, dtype)
         # The same tensors every step: the kernels remember what they derive from a query.
         self.later = {start: folded[start:] for start in range(schedule.sublayers + 1)}

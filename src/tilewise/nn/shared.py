@@ -42,7 +42,7 @@ class SharedStream:
         flat, ends = folded.detach(), (*schedule.starts[1:], schedule.sublayers)
         sizes = [b - a for a, b in zip(schedule.starts, ends, strict=True)] + [1]
         self._run.prepare(flat, embedding.dtype)
-        self._queries, self._flat = folded.split(sizes), flat.split(sizes)
+        self._folded, self._queries, self._flat = flat, folded.split(sizes), flat.split(sizes)
         self._prefix: Tensor | None = None
         self._update: Tensor | None = None
         self._block: BlockReads | None = None
