@@ -112,11 +112,11 @@ GRADIENTS = {
     "both-gradients-causal": lambda: call_of(["query", "key"], NEAR, 200, mask=Mask.causal()),
     "both-gradients-window": lambda: call_of(["query", "key"], NEAR, 200, mask=Mask.window(120, 20)),
     "both-gradients-lengths": lambda: call_of(["query", "key"], NEAR, 200, B=2, mask=LENGTHS()),
-    "both-gradients-heads": lambda: call_of(["query", "key"], NEAR, 140, H=4, Hk=2),
-    "both-gradients-cross": lambda: call_of(["query", "key"], NEAR, 70, 260, H=2, Hk=1),
+    "both-gradients-heads": lambda: call_of(["query", "key"], NEAR, 140, H=2, Hk=1),
+    "both-gradients-cross": lambda: call_of(["query", "key"], NEAR, 70, 260),
     "both-gradients-bf16": lambda: call_of(["query", "key"], NEAR, 200, dtype=BRAIN),
     "both-gradients-short": lambda: call_of(["query", "key"], BUCKETS, 70, B=2),
-    "both-gradients-shares": lambda: call_of(["query", "key"], NEAR, 130, B=2, H=2),
+    "both-gradients-shares": lambda: call_of(["query", "key"], NEAR, 200, B=2),
 }
 
 
