@@ -30,7 +30,7 @@ import torch
 
 from tilewise.bench.cells import Cell
 from tilewise.bench.depth import DEPTH
-from tilewise.bench.depth_systems import Built, streams
+from tilewise.bench.depth_systems import SYSTEMS, Built, streams
 from tilewise.bench.depth_work import Inputs, Work, inputs, overhead
 from tilewise.bench.timing import captured
 
@@ -44,6 +44,7 @@ VARIANTS: dict[str, dict[str, dict[str, object]]] = {
     "decode": {
         "merge, 16 warps": {"merge_warps": 16, "sources_warps": 16},
         "direct up to 6": {"DIRECT": 6},
+        "scores in 7 parts": {"score_tiles": {"splits": 7}},
     },
     "training": {"merge backward, one program an SM": {"merge_bwd": {"programs": 132}}},
 }
@@ -132,10 +133,10 @@ def cell_of(case: str, tokens: int | None = None) -> Cell:
     return Cell("depth", case, "tilewise", size, dtype=DEPTH.dtype(DEVICE), passes=DEPTH.passes(case), device=DEVICE)
 
 
-def pass_of(case: str, tokens: int | None = None, **plan) -> tuple[Work, Inputs, Built]:
+def pass_of(case: str, tokens: int | None = None, serving: bool = False, **plan) -> tuple[Work, Inputs, Built]:
     cell = cell_of(case, tokens)
     work, data = Work.of(cell), inputs(cell)
-    return work, data, streams(work, data, **plan)
+    return work, data, SYSTEMS["tilewise-serving"](work, data) if serving else streams(work, data, **plan)
 
 
 def step_of(built: Built, data: Inputs) -> Callable[[], object]:
@@ -176,13 +177,21 @@ def prefill() -> dict:
     built.forward()
     for name in ("table", "table, again"):
         ms[name] = clock(built.forward, 7)
+    serve = pass_of("prefill", serving=True)[2].forward
+    serve()
+    ms["serving contract"] = clock(serve, 5)
     return report("prefill", ms, clock(overhead(data.x, work), 7), by_kernel(built.forward))
 
 
 @torch.no_grad()
 def decode() -> dict:
     runs, kernels = {}, {}
-    plans = {"table": {}, "phase 1 on a stream of its own": {"overlap": True}, "one pass up to 4": {"one_pass": 4}}
+    plans = {
+        "table": {},
+        "phase 1 on a stream of its own": {"overlap": True},
+        "one pass up to 4": {"one_pass": 4},
+        "serving contract": {"serving": True},
+    }
     for name, plan in plans.items():
         work, data, built = pass_of("decode", **plan)
         runs[name] = graph(built.forward)
@@ -297,7 +306,7 @@ def compile_one(part: str, variant: str) -> None:
                 _, data, built = pass_of("training", 1040)
                 step_of(built, data)()
             else:
-                plan = {"one pass": {"one_pass": 4}}.get(variant, {})
+                plan = {"one pass": {"one_pass": 4}, "serving": {"serving": True}}.get(variant, {})
                 with torch.no_grad():
                     pass_of(part, 128 if part == "decode" else 1040, **plan)[2].forward()
         torch.cuda.synchronize()
@@ -309,7 +318,8 @@ def compile_one(part: str, variant: str) -> None:
 def compile_all(parts: list[str]) -> None:
     spawn = multiprocessing.get_context("spawn")
     jobs = [(part, variant) for part in parts if part != "eager" for variant in ("", *VARIANTS.get(part, {}))]
-    jobs += [("decode", "one pass")] if "decode" in parts else []
+    jobs += [("decode", "one pass"), ("decode", "serving")] if "decode" in parts else []
+    jobs += [("prefill", "serving")] if "prefill" in parts else []
     if "kernels" in parts:
         jobs.remove(("kernels", ""))
         jobs += [("kernels", f"weighted sums, n = {n}") for n in (23, 67, 122)]
