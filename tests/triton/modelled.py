@@ -215,8 +215,8 @@ def missed(name: str) -> list[str]:
                error_budget("lse", flat(lse).to(to), flat(low_lse).to(to), flat(exact_lse))]  # fmt: skip
     if name in GRADIENTS:
         if name.endswith("-shares"):
-            # Five of sixteen row blocks at a time.
-            linear_backward.BUDGET = 5 * 64 * 64 * (5 if name == "gradients-shares" else 4) * 2
+            # Three row blocks at a time, of four a sequence.
+            linear_backward.BUDGET = 3 * 64 * 64 * (5 if name == "gradients-shares" else 4) * 2
         leaves = [call.q, call.k, call.v, *call.tensors]
         grads = [torch.full_like(x, float("nan")) for x in leaves]
         linear_backward.backward(call, do, dlse, o, lse, [True] * len(leaves), grads)
