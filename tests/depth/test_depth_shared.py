@@ -106,7 +106,7 @@ def test_bad_calls_say_so():
 @pytest.mark.parametrize("blocks", [1, 2])
 @pytest.mark.parametrize("size", [*range(1, 10), 16])
 def test_every_block_size_has_the_gradients_of_separate_reads(size, blocks):
-    """The last block recomputes o1 in smaller parts than the others; parts may not overlap."""
+    """The last block recomputes o1 in smaller parts than the others; a part that another overlaps loses a gradient."""
     residual = AttnRes(D, Schedule.block(size * blocks, size)).double()
     torch.nn.init.normal_(residual.query)
     norms = torch.randn(size * blocks, D, dtype=torch.float64).unbind(0)

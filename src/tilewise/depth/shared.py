@@ -222,11 +222,11 @@ class BlockReads:
         run = backend("eager" if impl == "reference" else impl, values[0])
         q = fold(queries, key_weights, dtype)
         output_eps = eps if output_eps is None else output_eps
-        self._open(holders, q, q.detach(), output_weights, run, shape, eps, output_eps, 0 if save_o1 else 2, 2)
+        self._open(holders, q, q.detach(), output_weights, run, shape, eps, output_eps, 0 if save_o1 else 2)
 
-    def _open(self, holders, q, flat, w, run, shape, eps, output_eps, pieces, first_pieces) -> None:
+    def _open(self, holders, q, flat, w, run, shape, eps, output_eps, pieces) -> None:
         sums = [h.sum for h in holders]
-        self._block = _Block(sums, run, shape, flat, w, eps, output_eps, pieces, first_pieces)
+        self._block = _Block(sums, run, shape, flat, w, eps, output_eps, pieces)
         self._ticket = _Open.apply(self._block, q, w, *[h.value for h in holders])
 
     def first(self) -> Tensor:
@@ -267,26 +267,25 @@ def reads_of_folded(
         flat: the same without a graph; rows of a tensor that `run.prepare` was given share its parts.
         run: the backend.
         shape: of the sources.
-        last: this block's backward runs first, while every saved prefix is alive: o1 is recomputed a quarter of a block
-            at a time until half of its prefixes are free again.
+        last: this block's backward runs first, while every other prefix is alive: o1 is recomputed a third of the block
+            at a time instead of a half.
     """
     reads = BlockReads.__new__(BlockReads)
-    reads._open(sources, q, flat, output_weights, run, shape, eps, output_eps, 2, 4 if last else 2)
+    reads._open(sources, q, flat, output_weights, run, shape, eps, output_eps, 3 if last else 2)
     return reads
 
 
 class _Block:
     """What the reads of a block have in common: sources, folded queries, scores, o1 while it lives, gradients.
 
-    A backward recomputes o1 in `pieces` parts of the block, the half that it begins with in parts of S / first_pieces;
-    0 keeps o1.
+    A backward recomputes o1 in `pieces` parts of the block; 0 keeps o1.
     """
 
-    def __init__(self, sums, run, shape, q, w, eps, output_eps, pieces, first_pieces) -> None:
+    def __init__(self, sums, run, shape, q, w, eps, output_eps, pieces) -> None:
         self.sums, self.run, self.shape = sums, run, shape
         self.q, self.w = q, None if w is None else w.detach()
         self.eps, self.output_eps, self.size = eps, output_eps, q.shape[0]
-        self.save_o1, self.pieces, self.first_pieces = not pieces, max(pieces, 1), first_pieces
+        self.save_o1, self.pieces = not pieces, max(pieces, 1)
         self.sources = Fixed(x.flat for x in sums)
         self.scores, self.rstd = run.scores(self.sources, self.q, eps)
         self.o1, self.lse = self.combine(slice(None))
@@ -305,10 +304,8 @@ class _Block:
 
     def group(self, i: int) -> range:
         """The reads whose o1 is recomputed together with read i's."""
-        step, start = -(-self.size // self.pieces), 0
-        if not self.save_o1 and i >= step:
-            start, step = step, min(step, -(-self.size // self.first_pieces))
-        first = start + (i - start) // step * step
+        step = -(-self.size // self.pieces)
+        first = i // step * step
         return range(first, min(first + step, self.size))
 
     def merge(self, i: int, update: Tensor | None, prefix: Tensor | None) -> tuple[Tensor | None, Tensor]:
