@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from math import isqrt
 
 __all__ = ["Schedule", "Visit", "layers_from_sublayers", "sublayers_from_layers"]
@@ -119,6 +118,8 @@ class Schedule:
             raise ValueError(f"starts: found {self.starts[-1]}, expected less than sublayers = {self.sublayers}")
         if self.max_queries is not None and (self.max_queries < 1 or self.full):
             raise ValueError(f"max_queries: found {self.max_queries}, expected None for Full, or at least 1")
+        # A read asks for its visit: 4 us of the host if it were worked out each time.
+        object.__setattr__(self, "_visits", tuple(self._visit(l) for l in range(self.sublayers)))
 
     @classmethod
     def block(cls, sublayers: int, size: int, *, one_pass_sources: int = 2, max_queries: int | None = None) -> Schedule:
@@ -179,10 +180,6 @@ class Schedule:
         if not 0 <= sublayer < self.sublayers:
             raise IndexError(f"sublayer: found {sublayer}, expected 0 to {self.sublayers - 1}")
         return self._visits[sublayer]
-
-    @cached_property
-    def _visits(self) -> tuple[Visit, ...]:
-        return tuple(self._visit(l) for l in range(self.sublayers))
 
     def _visit(self, sublayer: int) -> Visit:
         n = sum(1 for s in self.starts if s <= sublayer) - 1
