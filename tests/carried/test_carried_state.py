@@ -1,5 +1,6 @@
 """The carry's lifetime: unused outputs, several forwards, checkpoints, casting frameworks, dead tiles."""
 
+import contextlib
 import dataclasses
 import subprocess
 import sys
@@ -264,3 +265,45 @@ def test_recompute_needs_memory_in_proportion_to_length():
         largest.append(mode.numel)
     assert largest[1] <= 2 * largest[0]
     assert largest[1] < 2 * 512 * 512 / 4
+
+
+class Watching(TorchDispatchMode):
+    """Names of this package's operators that were called; nothing is changed."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "tilewise":
+            self.seen.append(func._opname)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize(
+    "options", [{}, {"scaling": "gain"}, {"windows": (9, None, 20, 5)}, {"dropout_p": 0.2, "sink": True}], ids=str
+)
+def test_operators_are_called_where_something_watches_them_and_say_the_same(plan, options):
+    """Elsewhere their work is done without the dispatcher: same results bit for bit, and in the same memory order."""
+    q, k, v = inputs(dtype=torch.float32)
+    heads = lambda: [torch.rand(4).requires_grad_() for _ in q]  # noqa: E731
+    extra = {"gain": heads() if "scaling" in options else None, "sink": heads() if "sink" in options else None}
+    extra["seed"] = [torch.tensor([3 + i]) for i in range(4)] if "dropout_p" in options else None
+    leaves = [*q, *k, *v, *(extra["gain"] or [])[1:], *(extra["sink"] or [])]
+    weights = [torch.randn_like(x) for x in q]
+    results = []
+    for forward, backward in ((False, False), (True, True), (True, False), (False, True)):
+        watching = Watching()
+        with watching if forward else contextlib.nullcontext():
+            outputs = run(config(plan, **options), q, k, v, **extra)
+        assert watching.seen == ["carried_forward"] * (4 if forward else 0)
+        watching.seen.clear()
+        with watching if backward else contextlib.nullcontext():
+            grads = grads_of(outputs, leaves, weights)
+        assert watching.seen == ["carried_backward"] * (4 if backward else 0)
+        results.append([*outputs, *grads])
+    for other in results[1:]:
+        for a, b in zip(results[0], other, strict=True):
+            assert torch.equal(a, b)
+            assert a.stride() == b.stride()
