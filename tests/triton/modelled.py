@@ -155,6 +155,8 @@ BROKEN = {
     "carried": ("both-gradients", band_keys.key_pass, "last = carried(here)", "last = last"),
     "missing": ("both-gradients", band_keys.key_pass, "acc_k + gl.where(some, rest, 0.0)", "acc_k"),
     "slots": ("both-gradients", band_keys.key_pass, "cbars.index((e0 + t + 2) % 3)", "cbars.index((e0 + t) % 3)"),
+    "open": ("query-gradients-lengths", band_queries._saturated, "j + _T > fhi", "j > fhi"),
+    "closed": ("gradients-window", band_keys.key_pass, "i_now < flo", "i_now < flo - _T"),
     "groups": ("both-gradients-heads", band_keys.key_pass, "to = ((f - f0) * G + n) * _T", "to = (f - f0) * G * _T"),
 }
 """Kernels with one mistake each, and a job that must miss or stop."""

@@ -25,7 +25,8 @@ BACKWARD = {
                        "-short", "-shares", "-wide"],
 }  # fmt: skip
 BROKEN = ["phase", "rows", "slot", "edge", "order", "early", "staged", "heads", "turned", "end", "plane", "sums",
-          "place", "stretch", "before", "shifted", "carried", "missing", "slots", "groups"]  # fmt: skip
+          "place", "stretch", "before", "shifted", "carried", "missing", "slots", "groups", "open",
+          "closed"]  # fmt: skip
 
 
 def lines(script: str, *jobs: str):

@@ -102,10 +102,18 @@ def key_pass(q, w, x, k, v, a, cr, g, dk, dv, dh, stats, rule, ranges, c, tau, f
     hk = f // blocks // B
     first = j0 * 0
     beyond = first + Tq
+    # Tiles from query `flo` to query `fhi` need no mask: queries beyond Tq have P = 0 without one.
+    flo = first
+    fhi = beyond + _T
     if RANGED:
         at = ranges + b * batch + j0 // _T * 4
         first = gl.load(at) // _T * _T
         beyond = gl.load(at + 1)
+        flo = gl.load(at + 2)
+        fhi = gl.load(at + 3)
+    fhi = gl.where(j0 + _T > Tk, flo, fhi)
+    if rule.KEYS:
+        fhi = flo
     tiles = (beyond - first + _T - 1) // _T
     t1 = j0 * 0
     band = tiles
@@ -252,9 +260,11 @@ def key_pass(q, w, x, k, v, a, cr, g, dk, dv, dh, stats, rule, ranges, c, tau, f
             s = warpgroup_mma_wait(1, deps=[s])
             prob = gl.exp2((s + by_query.to(gl.float32)) * c - ls_now[None, :])
             if MASKED:
-                query = first + (t1 + t) * _T + gl.arange(0, _T, column)
-                seen = visible(rule, b, query[None, :], j[:, None], Tq, Tk, offset, left, right)
-                prob = gl.where(seen, prob, 0.0)
+                i_now = first + (t1 + t) * _T
+                if (i_now < flo) | (i_now + _T > fhi):
+                    query = i_now + gl.arange(0, _T, column)
+                    seen = visible(rule, b, query[None, :], j[:, None], Tq, Tk, offset, left, right)
+                    prob = gl.where(seen, prob, 0.0)
             prob_v = gl.convert_layout(prob.to(DTYPE), operand)
             acc_v = warpgroup_mma(prob_v, gs.index(slot), acc_v, is_async=True)
             dp = warpgroup_mma_wait(1, deps=[dp])
@@ -310,9 +320,10 @@ def key_pass(q, w, x, k, v, a, cr, g, dk, dv, dh, stats, rule, ranges, c, tau, f
                 prob = gl.exp2(s * c - ls_now[None, :])
                 if MASKED:
                     _, _, i_now = _of_step(u, tiles, t1, band, first, SHARED)
-                    query = i_now + gl.arange(0, _T, column)
-                    seen = visible(rule, b, query[None, :], j[:, None], Tq, Tk, offset, left, right)
-                    prob = gl.where(seen, prob, 0.0)
+                    if (i_now < flo) | (i_now + _T > fhi):
+                        query = i_now + gl.arange(0, _T, column)
+                        seen = visible(rule, b, query[None, :], j[:, None], Tq, Tk, offset, left, right)
+                        prob = gl.where(seen, prob, 0.0)
                 prob_v = gl.convert_layout(prob.to(DTYPE), operand)
                 acc_v = warpgroup_mma(prob_v, gs.index(slot), acc_v, is_async=True)
                 dp = warpgroup_mma_wait(1, deps=[dp])

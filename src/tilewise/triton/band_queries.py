@@ -53,8 +53,8 @@ def _weighted(sums, rows, to, D: gl.constexpr):
 
 
 @gluon.jit
-def _saturated(acc, qs, gs, ks, vs, kbars, vbars, k, v, ls, dl, rule, b, hk, i, first, t1, band, u0, u1, tiles, c, Tq,
-               Tk, offset, left, right, S: gl.constexpr, OPERAND: gl.constexpr, DTYPE: gl.constexpr,
+def _saturated(acc, qs, gs, ks, vs, kbars, vbars, k, v, ls, dl, rule, b, hk, i, first, t1, band, u0, u1, tiles, flo,
+               fhi, c, Tq, Tk, offset, left, right, S: gl.constexpr, OPERAND: gl.constexpr, DTYPE: gl.constexpr,
                BYTES: gl.constexpr, MASKED: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
     """acc += dS·K over the tiles u0 … u1 − 1, without a term; and dS summed over their keys."""
     zero = gl.zeros([_T, _T], gl.float32, S)
@@ -73,8 +73,10 @@ def _saturated(acc, qs, gs, ks, vs, kbars, vbars, k, v, ls, dl, rule, b, hk, i, 
         _fetch(k, v, ks, vs, kbars, vbars, later, _key_of(later, t1, band, first), b, hk, later < tiles, BYTES, STAGES)
         prob = gl.exp2(s * c - ls[:, None])
         if MASKED:
-            key = _key_of(u, t1, band, first) + gl.arange(0, _T, gl.SliceLayout(0, S))
-            prob = gl.where(visible(rule, b, i[:, None], key[None, :], Tq, Tk, offset, left, right), prob, 0.0)
+            j = _key_of(u, t1, band, first)
+            if (j < flo) | (j + _T > fhi):
+                key = j + gl.arange(0, _T, gl.SliceLayout(0, S))
+                prob = gl.where(visible(rule, b, i[:, None], key[None, :], Tq, Tk, offset, left, right), prob, 0.0)
         dp = warpgroup_mma_wait(0, deps=[dp])
         ds = prob * (dp - dl[:, None])
         acc = warpgroup_mma(gl.convert_layout(ds.to(DTYPE), OPERAND), ks.index(slot), acc, is_async=True)
@@ -116,10 +118,17 @@ def query_pass(q, w, x, k, v, a, cr, g, dq, dw, dg, ends, parts, stats, rule, ra
     hc = gl.where(HC > 1, h, 0)
     first = i0 * 0
     beyond = first + Tk
+    # Tiles from key `flo` to key `fhi` need no mask.
+    flo = first
+    fhi = beyond
     if RANGED:
         at = ranges + b * batch + i0 // _T * 4
         first = gl.load(at) // _T * _T
         beyond = gl.load(at + 1)
+        flo = gl.load(at + 2)
+        fhi = gl.load(at + 3)
+    if rule.KEYS:
+        fhi = flo
     tiles = (beyond - first + _T - 1) // _T
     t1 = i0 * 0
     band = tiles
@@ -243,9 +252,11 @@ def query_pass(q, w, x, k, v, a, cr, g, dq, dw, dg, ends, parts, stats, rule, ra
             s = s + turned.permute((1, 0)).load(s_mma).to(gl.float32)
         prob = gl.exp2(s * c - ls[:, None])
         if MASKED:
-            key = first + (t1 + u) * _T + gl.arange(0, _T, gl.SliceLayout(0, s_mma))
-            seen = visible(rule, b, i[:, None], key[None, :], Tq, Tk, offset, left, right)
-            prob = gl.where(seen, prob, 0.0)
+            j = first + (t1 + u) * _T
+            if (j < flo) | (j + _T > fhi):
+                key = j + gl.arange(0, _T, gl.SliceLayout(0, s_mma))
+                seen = visible(rule, b, i[:, None], key[None, :], Tq, Tk, offset, left, right)
+                prob = gl.where(seen, prob, 0.0)
         dp = warpgroup_mma_wait(0, deps=[dp])
         now = (prob * (dp - dl[:, None])).to(DTYPE)
         acc = warpgroup_mma(gl.convert_layout(now, operand), ks.index(slot), acc, is_async=True)
@@ -299,8 +310,8 @@ def query_pass(q, w, x, k, v, a, cr, g, dq, dw, dg, ends, parts, stats, rule, ra
                 mbarrier.wait(qbars.index(1 + side), 0, pred=u1 > u0)
             lss = gl.load(at + (side + 1) * plane)
             acc, sums = _saturated(warpgroup_mma_init(acc), xs, gs, ks, vs, kbars, vbars, k, v, lss, dl, rule, b, hk, i,
-                                   first, t1, band, u0, u1, tiles, c, Tq, Tk, offset, left, right, s_mma, operand,
-                                   DTYPE, BYTES, MASKED, STAGES)  # fmt: skip
+                                   first, t1, band, u0, u1, tiles, flo, fhi, c, Tq, Tk, offset, left, right, s_mma,
+                                   operand, DTYPE, BYTES, MASKED, STAGES)  # fmt: skip
             acc = warpgroup_mma_wait(0, deps=[acc])
             _weighted(sums, qs, mine + side * D, D)
             if KEY:
