@@ -73,12 +73,17 @@ def _edge(left, table, row, stride, c, D: gl.constexpr, ROW: gl.constexpr):
 
 
 @gluon.jit
-def _step(s, v, arrived, phase, m, l, acc, rule, b, i, j, Tq, Tk, offset, left, right, c, S: gl.constexpr,
+def _step(s, v, arrived, phase, m, l, acc, rule, b, i, j, flo, fhi, Tq, Tk, offset, left, right, c, S: gl.constexpr,
           O: gl.constexpr, DTYPE: gl.constexpr, MASKED: gl.constexpr):  # fmt: skip
-    """One step of the online softmax; the product with V, once it has arrived, is left running."""
+    """One step of the online softmax; the product with V, once it has arrived, is left running.
+
+    Tiles from key `flo` to key `fhi` need no mask.
+    """
     if MASKED:
-        key = j + gl.arange(0, _T, gl.SliceLayout(0, S))
-        s = gl.where(visible(rule, b, i[:, None], key[None, :], Tq, Tk, offset, left, right), s * c, float("-inf"))
+        s = s * c
+        if (j < flo) | (j + _T > fhi):
+            key = j + gl.arange(0, _T, gl.SliceLayout(0, S))
+            s = gl.where(visible(rule, b, i[:, None], key[None, :], Tq, Tk, offset, left, right), s, float("-inf"))
         new = gl.maximum(m, gl.max(s, 1))
         prob = gl.exp2(s - new[:, None])
     else:
@@ -94,8 +99,8 @@ def _step(s, v, arrived, phase, m, l, acc, rule, b, i, j, Tq, Tk, offset, left, 
 
 
 @gluon.jit
-def _saturated(acc, l, m, qs, ks, vs, kbars, vbars, k, v, rule, b, hk, i, first, t1, band, u0, u1, tiles, c, Tq, Tk,
-               offset, left, right, S: gl.constexpr, O: gl.constexpr, DTYPE: gl.constexpr, BYTES: gl.constexpr,
+def _saturated(acc, l, m, qs, ks, vs, kbars, vbars, k, v, rule, b, hk, i, first, t1, band, u0, u1, tiles, flo, fhi, c,
+               Tq, Tk, offset, left, right, S: gl.constexpr, O: gl.constexpr, DTYPE: gl.constexpr, BYTES: gl.constexpr,
                MASKED: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
     """The tiles u0 … u1 − 1, without a term."""
     zero = gl.zeros([_T, _T], gl.float32, S)
@@ -111,7 +116,8 @@ def _saturated(acc, l, m, qs, ks, vs, kbars, vbars, k, v, rule, b, hk, i, first,
         _expect(kbars, vbars, later, later < tiles, BYTES, STAGES)
         _fetch(k, v, ks, vs, kbars, vbars, later, _key_of(later, t1, band, first), b, hk, later < tiles, STAGES)
         acc, l, m = _step(s, vs.index(slot), vbars.index(slot), phase, m, l, acc, rule, b, i,
-                          _key_of(u, t1, band, first), Tq, Tk, offset, left, right, c, S, O, DTYPE, MASKED)  # fmt: skip
+                          _key_of(u, t1, band, first), flo, fhi, Tq, Tk, offset, left, right, c, S, O, DTYPE,
+                          MASKED)  # fmt: skip
     return acc, l, m
 
 
@@ -147,10 +153,16 @@ def attend_band(q, w, x, k, v, a, cr, ends, o, lse, rule, ranges, c, H, G, HA, H
     hc = gl.where(HC > 1, h, 0)
     first = i0 * 0
     beyond = first + Tk
+    flo = first
+    fhi = beyond
     if RANGED:
         at = ranges + b * batch + i0 // _T * 4
         first = gl.load(at) // _T * _T
         beyond = gl.load(at + 1)
+        flo = gl.load(at + 2)
+        fhi = gl.load(at + 3)
+    if rule.KEYS:
+        fhi = flo
     tiles = (beyond - first + _T - 1) // _T
     t1 = i0 * 0
     band = tiles
@@ -280,7 +292,7 @@ def attend_band(q, w, x, k, v, a, cr, ends, o, lse, rule, ranges, c, H, G, HA, H
         if KEY:
             s = s + by_key.to(gl.float32)
         acc, l, m = _step(s, vs.index(slot), vbars.index(slot), phase, m, l, acc, rule, b, i,
-                          _key_of(u, t1, band, first), Tq, Tk, offset, left, right, c, s_mma, o_mma, DTYPE,
+                          _key_of(u, t1, band, first), flo, fhi, Tq, Tk, offset, left, right, c, s_mma, o_mma, DTYPE,
                           MASKED)  # fmt: skip
 
     if SIDES:
@@ -303,7 +315,7 @@ def attend_band(q, w, x, k, v, a, cr, ends, o, lse, rule, ranges, c, H, G, HA, H
                 edge = _edge(ws, ends + ha.to(gl.int64) * head_a, end, step_a, c, D, row_of_s)
                 m = m - edge
             acc, l, m = _saturated(acc, l, m, xs, ks, vs, kbars, vbars, k, v, rule, b, hk, i, first, t1, band, u0, u1,
-                                   tiles, c, Tq, Tk, offset, left, right, s_mma, o_mma, DTYPE, BYTES, MASKED,
+                                   tiles, flo, fhi, c, Tq, Tk, offset, left, right, s_mma, o_mma, DTYPE, BYTES, MASKED,
                                    STAGES)  # fmt: skip
             if QUERY:
                 m = m + edge
