@@ -230,3 +230,25 @@ def test_decode_checks_its_arguments():
         carried_decode(q, k, v, None, 0, CarriedConfig(), mask=Mask.lengths([9]), offset=torch.tensor([8]))
     with pytest.raises(ValueError, match="capacity is 4"):
         KeyValueCache(4).append(0, k, v)
+
+
+@pytest.mark.parametrize("layers", [6, 8])
+def test_blocks_of_a_model_share_one_layout(monkeypatch, layers):
+    """Made from the model's mask; a last block that is shorter makes its own."""
+    options = LlamaOptions(vocabulary=61, width=32, layers=layers, hidden=48, carried=CarriedConfig(tile=16))
+    model, mask = CarriedLlama(options), Mask.packed([0, 5, 21])
+    tokens = torch.randint(61, (1, 21))
+    made = []
+
+    def layout(*args, **kwargs):
+        made.append(args)
+        return TileLayout(*args, **kwargs)
+
+    x = model.embedding(tokens)
+    for block in model.blocks:
+        x = block(x, mask=mask, positions=torch.arange(21))
+    expected = model.head(model.norm(x))
+    for module in ("llama", "state"):
+        monkeypatch.setattr(f"tilewise.carried.{module}.TileLayout", layout)
+    assert torch.equal(model(tokens, mask=mask), expected)
+    assert len(made) == 1 + (layers % 4 > 0)

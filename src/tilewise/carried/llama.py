@@ -212,7 +212,7 @@ class CarriedLlama(nn.Module):
         """Logits [B, T, vocabulary] of tokens [B, T].
 
         Args:
-            mask: documents or lengths (training). layout: made once a batch from it, to share it among blocks.
+            mask: documents or lengths (training). layout: made from it for all blocks; by default here.
             cache: for inference: the tokens follow those in the cache; equal lengths, no mask.
             positions: [T] or [B, T], default 0 … (after the cache's tokens).
         """
@@ -221,11 +221,14 @@ class CarriedLlama(nn.Module):
         past = 0 if cache is None else cache.length
         if positions is None:
             positions = torch.arange(past, past + tokens.shape[1], device=tokens.device)
-        x, memory = self.embedding(tokens), None
+        x, memory, per = self.embedding(tokens), None, self.options.carried.layers
+        if layout is None and cache is None and self.options.keys != "shared" and len(self.blocks[0].layers) == per:
+            # A hundred small operations: without this every block makes its own.
+            layout = TileLayout(self.options.carried, *(tokens.shape[1:] * 2), mask, device=tokens.device)
         for block in self.blocks:
             memory = x if self.options.refreshes(block.first) else memory
             if cache is None:
-                whole = len(block.layers) == self.options.carried.layers
+                whole = len(block.layers) == per
                 x = block(x, mask=mask, layout=layout if whole else None, positions=positions, memory=memory)
             else:
                 x = block.step(x, cache, positions, memory)
