@@ -12,6 +12,10 @@ from planned import passes
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 from relative_cases import timed_call
 
+from tilewise.triton import plan
+
+linear_backward = pytest.importorskip("tilewise.triton.linear_backward")
+
 HERE = Path(__file__).parent
 
 FORWARD = ["both", "both-backwards", "query", "key", "narrow", "causal", "window", "lengths", "cross", "long-queries",
@@ -86,6 +90,14 @@ def test_the_backward_is_linear_in_memory(case, most):
     assert found[8192] <= most
     # As many tokens in longer sequences: what a wave of row blocks needs grows, the rest stays.
     assert found[16384] <= 1.1 * max(most, found[8192])
+
+
+def test_banded_terms_can_be_left_to_the_portable_kernels(monkeypatch):
+    monkeypatch.setattr(linear_backward, "BANDED", False)
+    for case, kernel in (("shaw", "grad_key"), ("deberta", "grad_key"), ("txl", "key_pass")):
+        call = timed_call(case, 128, "meta", tokens=256, H=2)[0]
+        assert bool(linear_backward.unplanned(plan.Facts(call))) == (case != "txl")
+        assert kernel in [name for name, _, _ in passes(call)["backward"][1]]
 
 
 def test_the_order_that_the_test_above_looks_for():

@@ -38,6 +38,9 @@ KEYS_ALONE: tuple[int, int | None] = (3, None)
 as the compiler likes). With (2, 168), three programs of the pass over keys fit an SM. With both terms, or with a left
 factor of its own, two programs of more than two stages do not."""
 
+BANDED = True
+"""Whether the passes take other maps than the identity, and an OnKey beside the OnQuery."""
+
 WIDTHS = (64,)
 """Widths that the passes take. At 128 a thread keeps 8 … 368 bytes in local memory, and one program fills an SM."""
 
@@ -49,6 +52,8 @@ def unplanned(F: Facts) -> list[str]:
     """Why a call must take the portable kernels, as far as its terms and sizes tell."""
     if sorted(p.kind for p in F.ports) not in (["query"], ["key", "query"]):
         return ["the terms are not one OnQuery, or one OnQuery and one OnKey"]
+    if not BANDED and [p.rows.kind for p in F.ports] != ["identity"]:
+        return ["the terms are not one identity-mapped OnQuery, and BANDED is False"]
     reasons = unfitting(F)
     if any(p.left is not None for p in F.ports) and F.sides:
         reasons.append("a left factor of its own meets saturated tiles")
