@@ -269,6 +269,9 @@ class Program:
 
     def copy_out(self, descriptor, at, source):
         assert descriptor.base.dtype == source.x.dtype, "a copy out converts"
+        # An H200 stopped with an illegal instruction at a copy that began before its tensor.
+        inside = [0 <= int(a) < n for a, n in zip(at, descriptor.shape, strict=True)]
+        assert all(inside), "a copy out begins outside its tensor"
         self.stores.append((descriptor, [int(n) for n in at], source, source.x.clone()))
 
     def store_wait(self, outstanding=0):

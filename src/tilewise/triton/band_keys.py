@@ -289,7 +289,9 @@ def key_pass(q, w, x, k, v, a, cr, g, dk, dv, dh, stats, rule, ranges, c, tau, f
             stage.store(tile)
             fence_async_shared()
             barrier()
-            tma.async_copy_shared_to_global(dh, [to, place + band * _T], stage)
+            if some:
+                # Without a band no column of dH is this block's; a copy that begins before its tensor stopped an H200.
+                tma.async_copy_shared_to_global(dh, [to, place + band * _T], stage)
             rest = warpgroup_mma(gl.convert_layout(tile, operand), cs.index((e0 + band) % 3),
                                  warpgroup_mma_init(gl.zeros([_T, D], gl.float32, o_mma)), is_async=True)  # fmt: skip
             acc_k, acc_v, rest = warpgroup_mma_wait(0, deps=[acc_k, acc_v, rest])

@@ -276,7 +276,9 @@ def query_pass(q, w, x, k, v, a, cr, g, dq, dw, dg, ends, parts, stats, rule, ra
     stage.store(tile)
     fence_async_shared()
     barrier()
-    tma.async_copy_shared_to_global(dg, [gl.program_id(0) * _T, place + band * _T], stage)
+    if some:
+        # Without a band no column of dG is this block's; a copy that begins before its tensor stopped an H200.
+        tma.async_copy_shared_to_global(dg, [gl.program_id(0) * _T, place + band * _T], stage)
     rest = warpgroup_mma(gl.convert_layout(tile, operand), ps.index(band % 3),
                          warpgroup_mma_init(gl.zeros([_T, D], gl.float32, o_mma)), is_async=True)  # fmt: skip
     if OWN:

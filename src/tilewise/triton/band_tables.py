@@ -86,7 +86,8 @@ def collect_tiles(dg, x, out, ranges, sx, f0, f1, B, G, blocks, tiles, rows, fir
             hi = tl.minimum(tl.maximum(high, low), tl.maximum(hi, lo))
             lo = low
             column = m
-        valid = (f >= a) & (f < e) & (tile >= lo) & (tile <= hi)
+        # A row block without a band has stored nothing.
+        valid = (f >= a) & (f < e) & (tile >= lo) & (tile <= hi) & (hi > lo)
         r = n * T + cc
         at_g = dg + tl.cast((f - f0) * G + h % G, tl.int64) * T * pitch + cc[:, None] * pitch + column * T + cc[None, :]
         ds = tl.load(at_g, mask=(cc[:, None] >= 0) & valid, other=0.0)

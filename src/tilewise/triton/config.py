@@ -17,7 +17,7 @@ __all__ = [
 
 SKEW_IN_REGISTERS = True
 """Whether calls that leave the skew to the kernels take the Hopper kernels that do it in registers (:mod:`.band`,
-:mod:`.linear_backward`): not before those have been checked on a GPU."""
+:mod:`.linear_backward`)."""
 
 
 @dataclass(frozen=True)
