@@ -54,7 +54,7 @@ def compile_only(kernel, grid):
     def run(*args, **meta):
         compiled = kernel.warmup(*args, grid=grid, **meta)
         name = kernel.fn.__name__
-        keys = ("num_warps", "BT", "BS", "BN", "BK", "BD", "STAGES", "N", "TABLE", "PREFIX", "LOW", "ADD")
+        keys = ("num_warps", "BT", "BS", "BN", "BK", "BD", "STAGES", "N", "TABLE", "PREFIX", "LOW", "ADD", "SPLIT")
         row = {"kernel": name, **{k: meta[k] for k in keys if k in meta}, "shared": compiled.metadata.shared}
         row |= resources(compiled.asm["cubin"])
         row["wgmma"] = "wgmma" in compiled.asm["ptx"]
@@ -89,6 +89,7 @@ def main(dtype: torch.dtype, d: int, T: int, n: int, S: int) -> None:
     config.score_tiles = lambda *shape: {**tiles(*shape), "GRAM": 2}
     launch.complete(u, p, qs, 1e-6)
     config.score_tiles = tiles
+    launch.scores([x(32768, d)], empty(128, d, dtype=f32), 1e-6)
     launch.combine(v, s[:1])
     _, lse = launch.combine(v, s)
     launch.phase1_bwd(do.unbind(0), lse, v, qs, s, lse, r, [empty(T, d, dtype=f32) for _ in v])

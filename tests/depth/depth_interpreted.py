@@ -140,6 +140,18 @@ def test_scores_ahead(dtype, S, gram, monkeypatch):
         assert_within_budget(name, *xs)
 
 
+@pytest.mark.parametrize("T", [8192, 32768])
+def test_scores_with_the_tiles_of_many_tokens(T, monkeypatch):
+    """66 queries, 7,168 columns: two parts at 8,192 tokens, one at 32,768; here 70 tokens of 40 columns use them."""
+    tile = config.score_tiles(T, 7168, 66, 2)
+    assert tile["splits"] == (2 if T == 8192 else 1)
+    monkeypatch.setattr(config, "score_tiles", lambda *_: {**tile})
+    v, w, g, *_ = make(2, 66, 70, 40, torch.float32)
+    got = depth.scores(v, w, g, impl="triton")
+    exact = R.scores([x.double() for x in v], w.double(), g.double())
+    torch.testing.assert_close(got.double(), exact, atol=2e-5, rtol=1e-4)
+
+
 @pytest.mark.usefixtures("tokens")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("n", [1, 3])

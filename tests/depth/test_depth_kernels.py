@@ -43,6 +43,8 @@ def test_kernels_compile_for_hopper(dtype, d, T, n, S):
         "table_kernel",
     } <= names
     assert ("mix_few_kernel" if T <= 1024 else "mix_fwd_kernel") in names
+    # 128 queries at 32,768 tokens: one part, so no partial sums and no kernel that adds them.
+    assert any(row["kernel"] == "scores_kernel" and row["BS"] == 128 and not row["SPLIT"] for row in rows)
     for row in rows:
         assert not row["wgmma"], row
         assert row["shared"] <= 227 << 10, row

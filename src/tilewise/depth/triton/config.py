@@ -112,7 +112,7 @@ def score_tiles(T: int, d: int, S: int, size: int) -> dict:
     """SUB tiles of BT tokens, BK columns, BS queries, splits of d; `size` is the element size in bytes.
 
     The queries (high and low parts) come from L2 for every program: two tiles of tokens share them. Splitting d keeps
-    enough loads in flight: 8,192 tokens are only 128 such programs. GRAM takes the sums of squares from products
+    enough loads in flight: 8,192 tokens are only 128 such programs, 32,768 fill the card by themselves. GRAM takes the sums of squares from products
     (see `phase1`): 1 completes a block by an add and a read of its own, 2 by one kernel, as 0 does.
     """
     block_s = min(max(next_power_of_2(S), 16), 128 if size == 2 else 32)
@@ -127,8 +127,11 @@ def score_tiles(T: int, d: int, S: int, size: int) -> dict:
                 "STAGES": 3}  # fmt: skip
     # 8,192 x 7,168: 225 to 178 us for 96 queries and 149 to 148 for 32; 8,192 x 2,048, 8 queries: 172 to 105 us.
     wide = S > 32
+    # 32,768 x 7,168, 128 queries: 532 us in one part, 588 in two. Up to 64 queries they were not told apart.
+    whole = T >= 32768 and S > 64
     return {"GRAM": 1, "SUB": 2, "BT": 32, "BK": 32 if wide else 64, "BS": block_s,
-            "splits": 2 if d >= 4096 and S > 16 else 1, "num_warps": 4, "STAGES": 4 if wide else 3}  # fmt: skip
+            "splits": 2 if d >= 4096 and S > 16 and not whole else 1, "num_warps": 4,
+            "STAGES": 4 if wide else 3}  # fmt: skip
 
 
 def combine_tiles(T: int, d: int, n: int, S: int, size: int) -> dict:
