@@ -112,8 +112,9 @@ def score_tiles(T: int, d: int, S: int, size: int) -> dict:
     """SUB tiles of BT tokens, BK columns, BS queries, splits of d; `size` is the element size in bytes.
 
     The queries (high and low parts) come from L2 for every program: two tiles of tokens share them. Splitting d keeps
-    enough loads in flight: 8,192 tokens are only 128 such programs, 32,768 fill the card by themselves. GRAM takes the sums of squares from products
-    (see `phase1`): 1 completes a block by an add and a read of its own, 2 by one kernel, as 0 does.
+    enough loads in flight: 8,192 tokens are only 128 such programs, 32,768 fill the card by themselves. GRAM takes the
+    sums of squares from products (see `phase1`): 1 completes a block by an add and a read of its own, 2 by one kernel,
+    as 0 does.
     """
     block_s = min(max(next_power_of_2(S), 16), 128 if size == 2 else 32)
     splits = max(1, min(cdiv(d, 512), 16))
