@@ -26,6 +26,7 @@ CASES = {
                         {"offset": torch.tensor([6, 139])}),
     "mean, softcap": ({"scaling": "mean", "softcap": 2.0}, {"dtype": F32, "T": 2, "Tk": 70}, 2, {}),
     "gain, sink": ({"scaling": "gain", "sink": True}, {"dtype": F32, "T": 2, "Tk": 70}, 2, {}),
+    "many splits": ({"layers": 2}, {"dtype": F16, "T": 1, "Tk": 64 * 34 - 5, "H": 2, "Hk": 1}, 34, {}),
     "odd widths": ({"layers": 2}, {"dtype": F16, "T": 1, "Tk": 70, "d": 24, "dv": 40}, 2, {}),
 }  # fmt: skip
 

@@ -25,6 +25,8 @@ ROWS = 128
 """Query rows (queries · heads of a key head) that one program takes."""
 KEYS = 64
 """Keys a step."""
+SPLITS = 32
+"""Splits whose results are joined at a time."""
 
 _TYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
 _RUNTIME = ["B", "H", "G", "Tq", "Tk", "offset", "left", "right", "length", "scale", "bend", "splits"]
@@ -137,24 +139,29 @@ def decode_keys(q, k, v, o, m_out, l_out, z_in, z_out, gains, sink, offsets, bou
 
 
 @triton.jit(do_not_specialize=["rows", "splits"])
-def join_splits(o, m, l, out, rows, splits, DV: tl.constexpr, BV: tl.constexpr, BM: tl.constexpr):
-    """O of BM rows from what every split found, in order; 0 for rows that see no key."""
-    r = tl.program_id(0) * BM + tl.arange(0, BM)
+def join_splits(o, m, l, out, rows, splits, DV: tl.constexpr, BV: tl.constexpr, BN: tl.constexpr):
+    """O of one row from what every split found, 0 if the row sees no key. Splits are summed BN at a time, in order.
+
+    One after the other, 0.8 µs each, they took longer than the keys (66 splits, 53 µs on an H200).
+    """
+    r = tl.program_id(0)
+    n = tl.arange(0, BN)
     c = tl.arange(0, BV)
-    inside = r < rows
-    top = tl.full([BM], -1.0e30, tl.float32)
-    for n in range(splits):
-        top = tl.maximum(top, tl.load(m + n * rows + r, mask=inside, other=-1.0e30))
-    total = tl.zeros([BM], tl.float32)
-    acc = tl.zeros([BM, BV], tl.float32)
-    for n in range(splits):
-        share = tl.math.exp2(tl.load(m + n * rows + r, mask=inside, other=-1.0e30) - top)
-        total += share * tl.load(l + n * rows + r, mask=inside, other=0.0)
-        at = o + (tl.cast(n, tl.int64) * rows + r)[:, None] * DV + c[None, :]
-        acc += share[:, None] * tl.load(at, mask=inside[:, None] & (c[None, :] < DV), other=0.0)
-    acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
-    at = out + r.to(tl.int64)[:, None] * DV + c[None, :]
-    tl.store(at, acc.to(out.dtype.element_ty), mask=inside[:, None] & (c[None, :] < DV))
+    top = -1.0e30
+    for a in range(0, splits, BN):
+        place = (a + n).to(tl.int64) * rows + r
+        top = tl.maximum(top, tl.max(tl.load(m + place, mask=a + n < splits, other=-1.0e30), 0))
+    total = 0.0
+    acc = tl.zeros([BV], tl.float32)
+    for a in range(0, splits, BN):
+        inside = a + n < splits
+        place = (a + n).to(tl.int64) * rows + r
+        share = tl.math.exp2(tl.load(m + place, mask=inside, other=-1.0e30) - top)
+        total += tl.sum(share * tl.load(l + place, mask=inside, other=0.0), 0)
+        tile = tl.load(o + place[:, None] * DV + c[None, :], mask=inside[:, None] & (c[None, :] < DV), other=0.0)
+        acc += tl.sum(share[:, None] * tile, 0)
+    acc = acc / tl.where(total == 0.0, 1.0, total)
+    tl.store(out + tl.cast(r, tl.int64) * DV + c, acc.to(out.dtype.element_ty), mask=c < DV)
 
 
 def refusal(q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, row_dtype: torch.dtype | None) -> str | None:
@@ -212,7 +219,7 @@ def decode(
         SINK=sink is not None, BOUNDED=bounds is not None, BATCHED=bounds is not None and bounds.shape[0] > 1,
         OFFSETS=per, STAGES=3 if q.element_size() < 4 else 2, num_warps=4,
     )  # fmt: skip
-    launch(join_splits, (cdiv(rows, 4), 1), o, m, l, out, rows, splits, DV=dv, BV=padded(dv), BM=4, num_warps=4)
+    launch(join_splits, (rows, 1), o, m, l, out, rows, splits, DV=dv, BV=padded(dv), BN=SPLITS, num_warps=4)
     return out, z
 
 
