@@ -16,13 +16,16 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
+from tilewise.bench.ahead import make_ready
 from tilewise.carried import CarriedConfig, Carry, TileLayout, carried_attention
+from tilewise.carried.triton import decode, settings
 from tilewise.carried.triton import launch as kernels
-from tilewise.carried.triton import settings
 from tilewise.triton.launch import launcher
 
 LAYERS, H, HK, D = 4, 20, 4, 128
 CARRIED = ("recompute", "stored", "mixed")
+LONGEST = {"keys_gradient": 8, "attend": 4, "decode_keys": 4}
+"""Kernels that take long to compile, longer the more layers they sum."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,14 @@ class Job:
     tiles: tuple[tuple[str, settings.Shape], ...] = ()
     window: int | None = None
     fill: float = 1e9
+
+    def run(self) -> None:
+        """A small block on the CPU: the kernels of any length, given the fill."""
+        with tiles_of(self):
+            # A window is a constant of the kernels where a sequence is longer.
+            q, k, v, G = tensors(256 if self.window is None else 2 * self.window, "cpu", self.dtype)
+            outputs = carried_block(config_of(self.plan, self.window), q, k, v)()
+            torch.autograd.grad(outputs, [*q, *k, *v], G)
 
 
 @contextmanager
@@ -118,23 +129,16 @@ def flash_window(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
     return o[0].transpose(1, 2)
 
 
-def _launches(job: Job, act: Callable) -> None:
-    """Run a small block on the CPU with `act` in place of every launch: the kernels of any length, given the fill."""
-    refusal, kernels.refusal = kernels.refusal, lambda *_: None
+def _launches(job, act: Callable) -> None:
+    """Run a job with `act` in place of every launch."""
+    refusals = kernels.refusal, decode.refusal
+    kernels.refusal = decode.refusal = lambda *_: None
     launcher.append(act)
     try:
-        with tiles_of(job):
-            # A window is a constant of the kernels where a sequence is longer.
-            q, k, v, G = tensors(256 if job.window is None else 2 * job.window, "cpu", job.dtype)
-            outputs = carried_block(config_of(job.plan, job.window), q, k, v)()
-            torch.autograd.grad(outputs, [*q, *k, *v], G)
+        job.run()
     finally:
         launcher.pop()
-        kernels.refusal = refusal
-
-
-def _kind(x) -> str:
-    return "none" if x is None else type(x).__name__ + str(getattr(x, "dtype", "")) + str(getattr(x, "block_shape", ""))
+        kernels.refusal, decode.refusal = refusals
 
 
 class NoGPU:
@@ -163,17 +167,19 @@ def _worker() -> None:
     triton.runtime.driver.set_active(NoGPU())
 
 
-def _list(job: Job) -> list[tuple]:
-    found: list[tuple] = []
+def _list(job) -> list[tuple[str, int, str]]:
+    """Of every launch the kernel, how many layers it sums, and what Triton compiles for."""
+    found: list[tuple[str, int, str]] = []
 
     def act(kernel, grid, *args, **meta):
-        found.append((kernel.fn.__name__, *map(_kind, args), *sorted((n, str(x)) for n, x in meta.items())))
+        kind = kernel.device_caches[0][-1](*args, debug=False, **meta)[1:]
+        found.append((kernel.fn.__name__, meta.get("COUNT", 0), str(kind)))
 
     _launches(job, act)
     return found
 
 
-def _compile(task: tuple[Job, int]) -> tuple[str, float, str]:
+def _compile(task: tuple[object, int]) -> tuple[str, float, str]:
     job, wanted = task
     count, done = -1, ("", 0.0, "")
 
@@ -183,7 +189,7 @@ def _compile(task: tuple[Job, int]) -> tuple[str, float, str]:
         if count == wanted:
             start, why = time.perf_counter(), ""
             try:
-                kernel.warmup(*args, grid=grid, **meta)
+                make_ready(kernel, grid, *args, **meta)
             except Exception:
                 why = traceback.format_exc()[-600:]
             done = (kernel.fn.__name__, time.perf_counter() - start, why)
@@ -200,22 +206,28 @@ class Compiler:
         self.pool = multiprocessing.get_context("fork").Pool(processes, _worker)
         self.seen: set[tuple] = set()
 
-    def __call__(self, jobs: list[Job], limit: float = 3600.0) -> list[tuple[str, float, str]]:
+    def __call__(self, jobs: list, limit: float = 3600.0) -> list[tuple[str, float, str]]:
         """Compile every kernel of the jobs that has not been; (name, seconds, error) of each.
 
-        What is not done within `limit` seconds compiles when it is used.
+        A job's `run` makes the launches. What is not done within `limit` seconds compiles when it is used.
         """
-        tasks = []
+        began, tasks = time.time(), []
         for job, found in zip(jobs, self.pool.map(_list, jobs, chunksize=1), strict=True):
             for n, key in enumerate(found):
                 if key not in self.seen:
                     self.seen.add(key)
-                    tasks.append((job, n))
-        began, done = time.time(), []
-        results = self.pool.imap_unordered(_compile, tasks)
+                    tasks.append((LONGEST.get(key[0], 0) + key[1], len(tasks), (job, n)))
+        done: list[tuple[str, float, str]] = []
+        # The longest first, so that all end together.
+        results = self.pool.imap_unordered(_compile, [task for *_, task in sorted(tasks, key=lambda t: (-t[0], t[1]))])
         for _ in tasks:
             try:
                 done.append(results.next(timeout=max(1.0, limit - (time.time() - began))))
             except multiprocessing.TimeoutError:
                 break
         return done
+
+    def close(self) -> None:
+        """End the processes, with what they still compile."""
+        self.pool.terminate()
+        self.pool.join()

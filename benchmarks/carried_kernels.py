@@ -11,14 +11,9 @@ cache is overwritten before every run; variants take turns in every round.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import gc
 import json
-import multiprocessing
-import os
-import subprocess
 import sys
-import tempfile
 import time
 import traceback
 from collections.abc import Callable
@@ -26,6 +21,7 @@ from itertools import pairwise
 from pathlib import Path
 from statistics import median
 
+import carried_tests
 import torch
 import triton
 from carried_blocks import (
@@ -49,8 +45,6 @@ from tilewise.carried.triton import launch as kernels
 from tilewise.carried.triton import settings
 from tilewise.carried.triton.settings import Shape
 
-ROOT = Path(__file__).resolve().parent.parent
-TESTS = ROOT / "tests/carried/test_kernels_gpu.py"
 START = time.time()
 SHAPES = {"4096": (4096, None), "8192": (8192, None), "8192, window 1024": (8192, 1024)}
 
@@ -239,68 +233,9 @@ def decoding(args) -> list[dict]:
     return records
 
 
-class _Outcomes:
-    """Writes a line of JSON for every test as it ends, so that a run cut short keeps what it found."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def pytest_runtest_logreport(self, report) -> None:
-        if report.when == "call" or report.outcome != "passed":
-            why = str(report.longrepr)[-1500:] if report.failed else ""
-            row = {"test": report.nodeid.split("::")[-1], "when": report.when, "outcome": report.outcome,
-                   "seconds": report.duration, "why": why}  # fmt: skip
-            with self.path.open("a") as file:
-                file.write(json.dumps(row) + "\n")
-
-
-def _tests(names: list[str], path: Path) -> None:
-    import pytest
-
-    with (path.with_suffix(".log")).open("w") as log, contextlib.redirect_stdout(log):
-        pytest.main([*names, "-q", "--tb=short", "-p", "no:cacheprovider", "--no-header"], plugins=[_Outcomes(path)])
-
-
-def _collected(select: str) -> list[str]:
-    # The project's own -q and this one would leave counts alone.
-    options = ["--collect-only", "-q", "-o", "addopts=", "-p", "no:cacheprovider", *(["-k", select] if select else [])]
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", str(TESTS), *options], capture_output=True, text=True, cwd=ROOT
-    )
-    names = [line for line in done.stdout.splitlines() if "::" in line]
-    if not names:
-        raise ValueError(f"select is {select!r}; expected a part of a test's name. pytest said: {done.stdout[-300:]}")
-    return names
-
-
 def tests(args) -> list[dict]:
-    """The tests on the GPU, chosen by `--select`, dealt to processes so that kernels compile side by side."""
-    names = _collected(args.select)
-    count = min(args.processes or max(1, (os.cpu_count() or 2) - 2), 12, len(names))
-    folder = Path(tempfile.mkdtemp())
-    os.chdir(ROOT)
-    spawn = multiprocessing.get_context("spawn")
-    processes = [spawn.Process(target=_tests, args=(names[n::count], folder / f"{n}.json")) for n in range(count)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(max(1.0, args.until - (time.time() - START)))
-    late = [process for process in processes if process.is_alive()]
-    for process in late:
-        process.kill()
-        process.join()
-    rows = [json.loads(line) for n in range(count) for line in _lines(folder / f"{n}.json")]
-    failed = [r for r in rows if r["outcome"] == "failed"]
-    for r in failed[:8]:
-        say("failed:", r["test"], r["why"][-500:])
-    passed = sum(r["outcome"] == "passed" for r in rows)
-    left = sorted({name.split("::")[-1] for name in names} - {r["test"] for r in rows})
-    say(f"tests: {passed} of {len(names)} passed, {len(failed)} failed, {len(left)} not run")
-    return rows + [{"test": name, "outcome": "not run"} for name in left]
-
-
-def _lines(path: Path) -> list[str]:
-    return path.read_text().splitlines() if path.exists() else []
+    """The tests on the GPU, chosen by `--select`; their kernels have been compiled."""
+    return carried_tests.run(args.context, args.found, lambda: args.until - (time.time() - START), say)
 
 
 STAGES = {"tests": tests, "overlap": overlap, "blocks": blocks, "decoding": decoding}
@@ -333,16 +268,19 @@ def main() -> None:
     parser.add_argument("--table", type=Path, help="tiles.json as carried_tiles.py writes it")
     parser.add_argument("--shapes", nargs="*", default=list(SHAPES), choices=SHAPES, help="of blocks")
     parser.add_argument("--select", default="", help="tests to run, as pytest's -k")
-    parser.add_argument("--processes", type=int)
+    parser.add_argument("--processes", type=int, help="that compile")
     args = parser.parse_args()
-    # `tests` changes the folder.
-    args.out = args.out.resolve()
     args.out.mkdir(parents=True, exist_ok=True)
     if args.table:
         settings.use(json.loads(args.table.read_text()))
     settings.WIDE.update(args.tiles)
     compiler = Compiler(args.processes)
-    prepare(compiler, jobs_of(args))
+    args.found = []
+    if "tests" in args.stages:
+        args.context = carried_tests.get_ready()
+        args.found = compiler.pool.apply(carried_tests.collect, (args.select,))
+    prepare(compiler, [*args.found, *jobs_of(args)], min(3600.0, 0.6 * args.until))
+    compiler.close()
     wrong = 0
     for n, stage in enumerate(args.stages):
         if time.time() - START > args.until:
@@ -365,7 +303,8 @@ def main() -> None:
 def prepare(compiler: Compiler, jobs: list[Job], limit: float = 3600.0) -> None:
     """Compile what the jobs launch, and say what failed."""
     compiled = compiler(jobs, limit)
-    say(f"{len(compiled)} kernels, {sum(s for _, s, _ in compiled):.0f} s of compiling")
+    took = [s for _, s, _ in compiled]
+    say(f"{len(compiled)} kernels, {sum(took):.0f} s of compiling, {max(took, default=0):.0f} s the longest")
     for name, _, why in compiled:
         if why:
             say("  not compiled:", name, why)

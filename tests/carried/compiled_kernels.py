@@ -76,10 +76,11 @@ def tensors(count, T, H, Hk, d, dtype=torch.bfloat16):
     return [new(H) for _ in range(count)], [new(Hk) for _ in range(count)], new(Hk)
 
 
-def layer(name, config, *, T=4096, H=20, Hk=4, d=128, count=1, z_in=False, z_out=False, accumulate=False, own=False,
-          read_e=False, write_e=False, push=False, backward=True, forward=True, learned=False):  # fmt: skip
+def layer(name, config=None, *, T=4096, H=20, Hk=4, d=128, count=1, z_in=False, z_out=False, accumulate=False,
+          own=False, read_e=False, write_e=False, push=False, backward=True, forward=True, learned=False):  # fmt: skip
     print(name, flush=True)
     compiled_here.clear()
+    config = config or CarriedConfig()
     q, k, v = tensors(count, T, H, Hk, d)
     layout = TileLayout(config, T, T, device="meta")
     tiles = layout.layers[0]
@@ -114,7 +115,7 @@ def decoding(T=8192, H=20, Hk=4, d=128, queries=1):
 if __name__ == "__main__":
     triton.runtime.driver.set_active(NoGPU())
     launcher.append(resources)
-    causal = CarriedConfig()
+    window = CarriedConfig(windows=1024)
     CASES = {
         "first layer, mixed": dict(read_e=True),
         "second layer, mixed": dict(count=2, z_out=True, read_e=True, write_e=True),
@@ -122,6 +123,10 @@ if __name__ == "__main__":
         "last layer": dict(z_in=True, write_e=True),
         "first layer, stored": dict(z_out=True, own=True, read_e=True),
         "plain": dict(),
+        "plain, window 1024": dict(config=window),
+        "third layer, mixed, window 1024": dict(
+            config=window, z_out=True, accumulate=True, own=True, read_e=True, write_e=True
+        ),
         "recompute of four": dict(count=4, push=True),
         "recompute of two with gains": dict(count=2, push=True, forward=False, learned=True),
     }
@@ -131,4 +136,4 @@ if __name__ == "__main__":
             decoding()
             decoding(queries=8)
         else:
-            layer(name, causal, **CASES[name])
+            layer(name, **CASES[name])

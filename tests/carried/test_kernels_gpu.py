@@ -1,8 +1,12 @@
 """The Triton kernels on a CUDA device: precision study, budgets against fp64, repeatability, offsets beyond 32 bits.
 
 The sizes are a 3B model's: 20 query heads on 4 key heads, d = 128. Uninitialised memory is NaN (conftest.py), so packed
-tiles that nothing wrote would show.
+tiles that nothing wrote would show. LAUNCHED says what each test launches, so that it can be compiled beforehand.
 """
+
+from collections.abc import Callable
+from contextlib import contextmanager
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -36,11 +40,11 @@ CASES = {
 }
 
 
-def extras(config):
+def extras(config, device="cuda"):
     """Gains, sinks and seeds of four layers, as far as the options ask for them."""
-    heads = lambda: [torch.rand(20, device="cuda").add(0.3).requires_grad_() for _ in range(4)]  # noqa: E731
+    heads = lambda: [torch.rand(20, device=device).add(0.3).requires_grad_() for _ in range(4)]  # noqa: E731
     gain, sink = heads() if config.scaling == "gain" else None, heads() if config.sink else None
-    seed = [torch.tensor([7 + i], device="cuda") for i in range(4)] if config.dropout_p else None
+    seed = [torch.tensor([7 + i], device=device) for i in range(4)] if config.dropout_p else None
     return {"gain": gain, "sink": sink, "seed": seed}
 
 
@@ -51,61 +55,115 @@ def outputs_and_gradients(block, config, groups, G, mask, extra):
     return [*out, *grads_of(out, leaves, G)]
 
 
-def check(config, dtype, T, mask=None, B=1):
+@contextmanager
+def changed(values):
+    """Constants of the settings with other values."""
+    kept = {name: getattr(settings, name) for name in values}
+    for name, value in values.items():
+        setattr(settings, name, value)
+    try:
+        yield
+    finally:
+        for name, value in kept.items():
+            setattr(settings, name, value)
+
+
+class Block(NamedTuple):
+    """Layers forward and backward: options, input, and settings other than the table's."""
+
+    config: CarriedConfig
+    dtype: torch.dtype = BF16
+    T: int = 1000
+    mask: Callable[[], Mask] | None = None
+    B: int = 1
+    settings: dict | None = None
+    layers: int = 4
+
+    def draw(self, device="cuda"):
+        groups = inputs(layers=self.layers, T=self.T, B=self.B, dtype=self.dtype, **MODEL | {"device": device})
+        return groups, [torch.randn_like(x) for x in groups[0]], extras(self.config, device)
+
+    def results(self, groups, G, extra):
+        with changed(self.settings or {}):
+            return outputs_and_gradients(run, self.config, groups, G, self.mask and self.mask(), extra)
+
+    def launch(self):
+        """Everything the block launches, on tensors that hold nothing."""
+        groups, G, _ = self.draw("meta")
+        # Operators launch nothing on meta tensors; what is not written takes no memory.
+        groups = [[torch.empty_like(x, device="cpu").requires_grad_() for x in group] for group in groups]
+        G = [torch.empty_like(x, device="cpu") for x in G]
+        self.results(groups, G, extras(self.config, "cpu"))
+
+
+class Step(NamedTuple):
+    """One step of decoding: options, queries and keys a sequence, sequences, dtype of the row."""
+
+    config: CarriedConfig
+    T: int
+    Tk: int
+    B: int
+    row_dtype: torch.dtype | None
+
+    def draw(self, device="cuda"):
+        drawn = inputs(T=self.T, Tk=self.Tk, B=self.B, dtype=BF16, **MODEL | {"device": device})
+        extra = {n: x and [t.detach() for t in x] for n, x in extras(self.config, device).items() if n != "seed"}
+        return [[x.detach() for x in group] for group in drawn], extra
+
+    def results(self, groups, extra):
+        """Output and row of every layer."""
+        row = None
+        for i, (q, k, v) in enumerate(zip(*groups, strict=True)):
+            each = {n: x and x[i] for n, x in extra.items()}
+            o, row = carried_decode(q, k, v, row, i, self.config, row_dtype=self.row_dtype, **each)
+            yield o, row
+
+    def launch(self):
+        for _ in self.results(*self.draw("meta")):
+            pass
+
+
+def check(block):
     """Every output and gradient of a block within its budget."""
-    groups = inputs(T=T, B=B, dtype=dtype, **MODEL)
-    G = [torch.randn_like(x) for x in groups[0]]
-    extra = extras(config)
+    config, mask = block.config, block.mask and block.mask()
+    groups, G, extra = block.draw()
     wide = {name: promoted([x])[0] if x and name != "seed" else x for name, x in extra.items()}
-    got = outputs_and_gradients(run, config, groups, G, mask, extra)
+    got = block.results(groups, G, extra)
     low = outputs_and_gradients(dense, config, groups, G, mask, extra)
     exact = outputs_and_gradients(dense, config, promoted(groups), G, mask, wide)
-    for name, *tensors in zip(NAMES, got, low, exact, strict=False):
+    count = 4 * block.layers
+    for name, *tensors in zip(NAMES[:: 4 // block.layers], got, low, exact, strict=False):
         assert_within_budget(name, *tensors)
-    for a, c in zip(got[16:], exact[16:], strict=True):
+    for a, c in zip(got[count:], exact[count:], strict=True):
         # Sums over all tokens and keys: the error of an entry is that of a random walk over 16-bit operands.
         assert (a.double() - c).norm() <= 2e-2 * c.norm()
 
 
+def case(name, dtype, plan, settings=None):
+    """A block of CASES in one plan."""
+    options, mask, B = CASES[name]
+    return Block(CarriedConfig(impl="triton", plan=plan, **options), dtype, mask=mask, B=B, settings=settings)
+
+
+def causal(plan, **sizes):
+    return Block(CarriedConfig(impl="triton", plan=plan), **sizes)
+
+
 # Every kernel and every way through it once, at sizes that compile and run in seconds: -k smoke.
 SMOKE = {
-    "stored": ("causal", BF16, "stored", {}),
-    "mixed": ("causal", BF16, "mixed", {}),
-    "recompute": ("causal", BF16, "recompute", {}),
-    "window": ("window", BF16, "mixed", {}),
-    "documents": ("documents", BF16, "recompute", {}),
-    "windows differ": ("windows differ", F16, "recompute", {}),
-    "gain": ("gain", BF16, "recompute", {}),
-    "softcap": ("mean, softcap", F16, "stored", {}),
-    "dropout": ("dropout", BF16, "stored", {}),
+    "stored": ("causal", BF16, "stored"),
+    "mixed": ("causal", BF16, "mixed"),
+    "recompute": ("causal", BF16, "recompute"),
+    "window": ("window", BF16, "mixed"),
+    "documents": ("documents", BF16, "recompute"),
+    "windows differ": ("windows differ", F16, "recompute"),
+    "gain": ("gain", BF16, "recompute"),
+    "softcap": ("mean, softcap", F16, "stored"),
+    "dropout": ("dropout", BF16, "stored"),
     "registers": ("causal", BF16, "mixed", {"FILL": 0.0}),
     "parts": ("window", BF16, "recompute", {"TRANSIENT": 4 << 20}),
     "rows": ("documents", BF16, "recompute", {"TRANSIENT": 1 << 20, "FILL": 0.0}),
 }
-
-
-@pytest.mark.parametrize("name", SMOKE)
-def test_smoke(name, monkeypatch):
-    case, dtype, plan, changed = SMOKE[name]
-    options, mask, B = CASES[case]
-    for key, value in changed.items():
-        monkeypatch.setattr(settings, key, value)
-    check(CarriedConfig(impl="triton", plan=plan, **options), dtype, 1000, mask and mask(), B)
-
-
-@pytest.mark.parametrize("tokens", [1024, 1000])
-def test_smoke_layers_without_a_carry(tokens):
-    """The pass over keys without loaded bounds, and with them."""
-    groups = [x[:1] for x in inputs(T=tokens, dtype=BF16, **MODEL)]
-    G = [torch.randn_like(x) for x in groups[0]]
-    none = {"gain": None, "sink": None, "seed": None}
-    config = CarriedConfig(layers=1, impl="triton")
-    got = outputs_and_gradients(run, config, groups, G, None, none)
-    low = outputs_and_gradients(dense, config, groups, G, None, none)
-    exact = outputs_and_gradients(dense, config, promoted(groups), G, None, none)
-    for name, *tensors in zip(NAMES[::4], got, low, exact, strict=True):
-        assert_within_budget(name, *tensors)
-
 
 # Options, queries and keys of a step, and how many sequences.
 STEPS = {
@@ -118,21 +176,57 @@ STEPS = {
 }
 
 
+def layers_without_a_carry(tokens):
+    return Block(CarriedConfig(layers=1, impl="triton"), T=tokens, layers=1)
+
+
+def step(name, row_dtype):
+    options, *sizes = STEPS[name]
+    return Step(CarriedConfig(impl="triton", **options), *sizes, row_dtype)
+
+
+def long(plan, window):
+    return Block(CarriedConfig(impl="triton", plan=plan, windows=window), T=4096)
+
+
+def very_long(plan):
+    return causal(plan, T=17000)
+
+
+LAUNCHED = {
+    "test_smoke": lambda name: case(*SMOKE[name]),
+    "test_smoke_layers_without_a_carry": layers_without_a_carry,
+    "test_decoding_within_budget": step,
+    "test_within_a_multiple_of_plain_attention": lambda std, offset, plan: causal(plan),
+    "test_within_budget": case,
+    "test_4096_tokens_within_budget": long,
+    "test_bitwise_repeatable": causal,
+    "test_packed_elements_beyond_32_bits": very_long,
+}
+"""Test ↦ what it launches, from its parameters."""
+
+
+@pytest.mark.parametrize("name", SMOKE)
+def test_smoke(name):
+    check(case(*SMOKE[name]))
+
+
+@pytest.mark.parametrize("tokens", [1024, 1000])
+def test_smoke_layers_without_a_carry(tokens):
+    """The pass over keys without loaded bounds, and with them."""
+    check(layers_without_a_carry(tokens))
+
+
 @pytest.mark.parametrize("row_dtype", [None, F16])
 @pytest.mark.parametrize("name", STEPS)
 def test_decoding_within_budget(name, row_dtype):
     """Every layer's output of a step against the dense oracle."""
-    options, T, Tk, B = STEPS[name]
-    config = CarriedConfig(impl="triton", **options)
-    groups = [[x.detach() for x in g] for g in inputs(T=T, Tk=Tk, B=B, dtype=BF16, **MODEL)]
-    extra = {n: x and [t.detach() for t in x] for n, x in extras(config).items() if n != "seed"}
+    one = step(name, row_dtype)
+    groups, extra = one.draw()
     wide = {n: x and [t.double() for t in x] for n, x in extra.items()}
-    low = dense(config, *groups, **extra)
-    exact = dense(config, *([x.double() for x in g] for g in groups), **wide)
-    row = None
-    for i, (q, k, v) in enumerate(zip(*groups, strict=True)):
-        each = {n: x and x[i] for n, x in extra.items()}
-        o, row = carried_decode(q, k, v, row, i, config, row_dtype=row_dtype, **each)
+    low = dense(one.config, *groups, **extra)
+    exact = dense(one.config, *([x.double() for x in g] for g in groups), **wide)
+    for i, (o, row) in enumerate(one.results(groups, extra)):
         assert_within_budget(f"O{i}", o, low[i], exact[i])
         assert row is None or row.dtype == (row_dtype or torch.float32)
 
@@ -152,19 +246,16 @@ def test_within_a_multiple_of_plain_attention(std, offset, plan):
 @pytest.mark.parametrize("dtype", [BF16, F16])
 @pytest.mark.parametrize("name", CASES)
 def test_within_budget(name, dtype, plan):
-    options, mask, B = CASES[name]
-    check(CarriedConfig(impl="triton", plan=plan, **options), dtype, 1000, mask and mask(), B)
+    check(case(name, dtype, plan))
 
 
 @pytest.mark.parametrize("window", [None, 1024])
 @pytest.mark.parametrize("plan", PLANS)
 def test_4096_tokens_within_budget(plan, window):
     """One key head and its five query heads, whose dense scores in fp64 fit in memory."""
-    config = CarriedConfig(impl="triton", plan=plan, windows=window)
-    groups = inputs(T=4096, dtype=BF16, **MODEL)
-    G = [torch.randn_like(x) for x in groups[0]]
-    none = {"gain": None, "sink": None, "seed": None}
-    got = outputs_and_gradients(run, config, groups, G, None, none)
+    block = long(plan, window)
+    groups, G, none = block.draw()
+    got, config = block.results(groups, G, none), block.config
     for g in range(2, 4):
         part = [[x.detach()[:, g * n : (g + 1) * n].requires_grad_() for x in xs] for xs, n in zip(groups, (5, 1, 1))]  # noqa: B905
         upstream = [x[:, 5 * g : 5 * g + 5] for x in G]
@@ -177,11 +268,9 @@ def test_4096_tokens_within_budget(plan, window):
 
 @pytest.mark.parametrize("plan", PLANS)
 def test_bitwise_repeatable(plan):
-    groups = inputs(T=1000, dtype=BF16, **MODEL)
-    G = [torch.randn_like(x) for x in groups[0]]
-    none = {"gain": None, "sink": None, "seed": None}
-    config = CarriedConfig(impl="triton", plan=plan)
-    first, *others = (outputs_and_gradients(run, config, groups, G, None, none) for _ in range(4))
+    block = causal(plan)
+    drawn = block.draw()
+    first, *others = (block.results(*drawn) for _ in range(4))
     for other in others:
         for name, a, b in zip(NAMES, first, other, strict=True):
             assert torch.equal(a, b), name
@@ -190,14 +279,12 @@ def test_bitwise_repeatable(plan):
 @pytest.mark.parametrize("plan", ["stored", "mixed"])
 def test_packed_elements_beyond_32_bits(plan):
     """17,000 tokens, 2.9e9 packed elements: only the last rows get a gradient, so their dense oracle is small."""
-    T, rows = 17000, 50
-    config = CarriedConfig(impl="triton", plan=plan)
-    q, k, v = inputs(T=T, dtype=BF16, **MODEL)
-    G = [torch.zeros_like(x) for x in q]
+    block, rows = very_long(plan), 50
+    config = block.config
+    (q, k, v), G, none = block.draw()
     for g in G:
-        g[:, :, -rows:].normal_()
-    none = {"gain": None, "sink": None, "seed": None}
-    got = outputs_and_gradients(run, config, (q, k, v), G, None, none)
+        g[:, :, :-rows].zero_()
+    got = block.results((q, k, v), G, none)
     tail = [[x.detach()[:, :, -rows:].requires_grad_() for x in q], k, v]
     upstream = [g[:, :, -rows:] for g in G]
     low = outputs_and_gradients(dense, config, tail, upstream, None, none)
