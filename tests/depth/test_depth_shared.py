@@ -76,6 +76,42 @@ def test_unused_reads_and_sources_have_no_gradient():
     torch.testing.assert_close(dx, expected)
 
 
+def test_a_pass_for_other_gradients_leaves_nothing_behind():
+    """Readers add to what a source's own backward takes away, which a pass that ends before it does not run."""
+    x, w, _, o = leaves()
+    u = (2 * x.detach()).requires_grad_()
+    reads = BlockReads([SharedSource(x), SharedSource(x * x)], w[:S], None, o[:S])
+    _, y = reads.merge(1, u, None)
+    read = mix_norm_shared([SharedSource(x), SharedSource(y)], w[S])
+    wanted = torch.autograd.grad(read.sum(), [x, w, u], retain_graph=True)
+    for inputs in ([u], [w]):
+        torch.autograd.grad(read.sum(), inputs, retain_graph=True)
+        found = torch.autograd.grad(read.sum(), [x, w, u], retain_graph=True)
+        for a, b in zip(found, wanted, strict=True):
+            torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("kept", [1, 2])
+def test_a_backward_before_the_last_read_changes_neither_reads_nor_gradients(kept):
+    x, w, _, o = leaves()
+    blocks = [BlockReads([SharedSource(x), SharedSource(x * x)], w[:S], None, o[:S]) for _ in range(2)]
+    ys = [b.merge(1, x, None)[1] for b in blocks]
+    first, second = (torch.autograd.grad(ys[0].square().sum(), [x, w], retain_graph=True) for _ in range(2))
+    for a, b in zip(first, second, strict=True):
+        torch.testing.assert_close(a, b)
+    for a, b in zip(*(b.merge(kept, x, x) for b in blocks), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("n", range(4))
+@pytest.mark.parametrize("loss", [torch.sum, lambda y: y.square().sum()])
+def test_gradients_refuse_to_be_differentiated_again(n, loss):
+    args = leaves()
+    (grad,) = torch.autograd.grad(loss(shared(*args, False)), args[n], create_graph=True)
+    with pytest.raises(RuntimeError, match="cannot be differentiated again"):
+        grad.sum().backward()
+
+
 def test_nothing_keeps_a_step_alive():
     gc.disable()
     try:

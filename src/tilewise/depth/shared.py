@@ -6,45 +6,25 @@ storage dtype. Over a deep stack that costs traffic and accuracy (0.5 to 1.1 % i
 of a block so that their gradients meet in one batched phase-1 backward. The result is the same function and the same
 gradients; for eager PyTorch (autograd's engine orders the accumulation), not for torch.compile.
 
-What backward nodes share (`_Sum`, `_Block`) never refers to a tensor of the graph: a node that reached its own output
+What backward nodes share (`Sum`, `_Block`) never refers to a tensor of the graph: a node that reached its own output
 would keep a whole step's tensors alive until a garbage collection.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import ModuleType
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from tilewise.depth.accumulators import Share, Sum, accumulators, flattened, shaped
 from tilewise.depth.checks import check_matrix, check_sources
+from tilewise.depth.once import current_pass, once
 from tilewise.depth.ops import backend, check_call, fold
 from tilewise.depth.sources import Fixed
 
 __all__ = ["BlockReads", "SharedSource", "mix_norm_shared", "reads_of_folded"]
-
-
-def _once(backward: Callable) -> Callable:
-    """`once_differentiable` where it matters, with create_graph=True: it costs the host 4 us a call."""
-    guarded = once_differentiable(backward)
-
-    @functools.wraps(backward)
-    def run(ctx, *grads):
-        return guarded(ctx, *grads) if torch.is_grad_enabled() else backward(ctx, *grads)
-
-    return run
-
-
-def _flat(x: Tensor | None) -> Tensor | None:
-    """`[..., d]` as `[T, d]`; a view is made only where the shapes differ."""
-    return x if x is None or x.ndim == 2 else x.reshape(-1, x.shape[-1])
-
-
-def _shaped(x: Tensor | None, shape: torch.Size) -> Tensor | None:
-    return x if x is None or len(shape) == 2 else x.reshape(shape)
 
 
 class SharedSource:
@@ -63,55 +43,8 @@ class SharedSource:
     """
 
     def __init__(self, value: Tensor) -> None:
-        self.sum = _Sum(_flat(value.detach()))
-        self.value = _Share.apply(self.sum, value)
-
-
-class _Sum:
-    """The flat data of a source and, during a backward pass, its accumulator."""
-
-    def __init__(self, flat: Tensor) -> None:
-        self.flat = flat
-        self.accumulator: Tensor | None = None
-
-
-class _Share(torch.autograd.Function):
-    """Identity whose backward runs after all readers and delivers what they accumulated."""
-
-    @staticmethod
-    def forward(ctx, shared, value):
-        ctx.set_materialize_grads(False)
-        ctx.shared, ctx.dtype, ctx.shape = shared, value.dtype, value.shape
-        return value.view_as(value)
-
-    @staticmethod
-    @_once
-    def backward(ctx, grad):
-        acc, ctx.shared.accumulator = ctx.shared.accumulator, None
-        if acc is None:
-            return None, grad
-        if grad is not None:
-            acc = acc.add_(grad.reshape(acc.shape))
-        grad = acc.to(ctx.dtype)
-        if grad is acc and acc.untyped_storage().nbytes() > acc.nbytes:
-            # A row of the accumulators' tensor would keep all of them.
-            grad = acc.clone()
-        return None, _shaped(grad, ctx.shape)
-
-
-def _accumulators(sums: Sequence[_Sum]) -> tuple[list[Tensor], bool]:
-    """(accumulators, fresh): fresh ones are unwritten and must be stored to, not added to."""
-    missing = [x for x in sums if x.accumulator is None]
-    fresh = len(missing) == len(sums)
-    if missing:
-        flat, make = missing[0].flat, torch.empty if fresh else torch.zeros
-        dtype = torch.float64 if flat.dtype == torch.float64 else torch.float32
-        # Rows of one tensor reach the kernels without a table of addresses. The newest source is the first to be done:
-        # its accumulator is released alone, before the backward's memory is at its peak.
-        rows = make((len(missing) - 1, *flat.shape), dtype=dtype, device=flat.device).unbind(0)
-        for x, row in zip(missing, (*rows, make(flat.shape, dtype=dtype, device=flat.device)), strict=True):
-            x.accumulator = row
-    return [x.accumulator for x in sums], fresh
+        self.sum = Sum(flattened(value.detach()))
+        self.value = Share.apply(self.sum, value)
 
 
 class _SharedMix(torch.autograd.Function):
@@ -120,14 +53,14 @@ class _SharedMix(torch.autograd.Function):
         flat = [x.flat for x in sums]
         ctx.save_for_backward(q, w, *flat)
         ctx.sums, ctx.args, ctx.run = sums, (eps, output_eps), run
-        return _shaped(run.mix_fwd(flat, None, None, q, w, eps, output_eps)[1], values[0].shape)
+        return shaped(run.mix_fwd(flat, None, None, q, w, eps, output_eps)[1], values[0].shape)
 
     @staticmethod
-    @_once
+    @once
     def backward(ctx, dy):
         q, w, *flat = ctx.saved_tensors
-        acc, fresh = _accumulators(ctx.sums)
-        dy = _flat(dy)
+        acc, fresh = accumulators(ctx.sums)
+        dy = flattened(dy)
         _, _, dq, dw = ctx.run.mix_bwd(dy, None, flat, None, q, w, *ctx.args, into=acc, fresh=fresh)
         return None, None, None, None, dq, None if w is None else dw.to(w.dtype), *([None] * len(flat))
 
@@ -326,6 +259,7 @@ class _BlockGrad:
     def __init__(self, block: _Block) -> None:
         T, d = block.sources[0].shape
         like = block.q
+        self.owner = current_pass()
         self.do: list[Tensor | None] = [None] * block.size
         self.o1: list[Tensor | None] = [None] * block.size
         self.done: set[int] = set()
@@ -340,7 +274,8 @@ class _BlockGrad:
             group = block.group(i)
             part = slice(group.start, group.stop)
             o1 = do = block.combine(part)[0] if block.o1 is None else block.o1[part]
-            if block.save_o1 or len(block.sources) == 1:
+            # A kept o1 serves later merges and passes: of a block whose last read was not made, too.
+            if block.o1 is not None or len(block.sources) == 1:
                 do = torch.empty((len(group), *block.sources[0].shape), dtype=o1[0].dtype, device=o1[0].device)
             for k, row, grad in zip(group, o1, do, strict=True):
                 self.o1[k], self.do[k] = row, grad
@@ -358,17 +293,17 @@ class _Open(torch.autograd.Function):
         return q.new_empty(0)
 
     @staticmethod
-    @_once
+    @once
     def backward(ctx, _):
         block = ctx.block
         grad, block.grad = block.grad, None
-        if grad is None:
+        if grad is None or grad.owner != current_pass():
             return (None,) * (3 + ctx.sources)
         for i in range(block.size):
             if i not in grad.done:
                 for x in (grad.rows(block, i)[1], grad.dlse_rows[i], grad.part_rows[i]):
                     x.zero_()
-        acc, fresh = _accumulators(block.sums)
+        acc, fresh = accumulators(block.sums)
         _, dq = block.run.phase1_bwd(
             grad.do, grad.dlse, block.sources, block.q, block.scores, block.lse, block.rstd, into=acc, fresh=fresh
         )
@@ -383,28 +318,28 @@ class _Read(torch.autograd.Function):
     @staticmethod
     def forward(ctx, block, i, update, prefix, ticket):
         ctx.set_materialize_grads(False)
-        new, y = block.merge(i, _flat(update), _flat(prefix))
+        new, y = block.merge(i, flattened(update), flattened(prefix))
         ctx.save_for_backward(new)
         ctx.block, ctx.i, ctx.prefixed = block, i, prefix is not None
-        p = None if i == 0 else update if prefix is None else _shaped(new, block.shape)
-        return p, _shaped(y, block.shape)
+        p = None if i == 0 else update if prefix is None else shaped(new, block.shape)
+        return p, shaped(y, block.shape)
 
     @staticmethod
-    @_once
+    @once
     def backward(ctx, dp, dy):
         (p,) = ctx.saved_tensors
         block, i = ctx.block, ctx.i
         if dy is None:
             return None, None, dp, dp if ctx.prefixed else None, None
-        if block.grad is None:
+        if block.grad is None or block.grad.owner != current_pass():
             block.grad = _BlockGrad(block)
         grad = block.grad
         o1, do = grad.rows(block, i)
         dprefix = block.run.phase2_bwd(
-            _flat(dy), _flat(dp), p, o1, None if i == 0 else block.log_sums[i], block.queries[i], block.weights[i],
-            block.eps, block.output_eps, do=do, dlse=grad.dlse_rows[i], part=grad.part_rows[i],
+            flattened(dy), flattened(dp), p, o1, None if i == 0 else block.log_sums[i], block.queries[i],
+            block.weights[i], block.eps, block.output_eps, do=do, dlse=grad.dlse_rows[i], part=grad.part_rows[i],
         )[0]  # fmt: skip
         grad.done.add(i)
         grad.o1[i] = None
-        dprefix = _shaped(dprefix, block.shape)
+        dprefix = shaped(dprefix, block.shape)
         return None, None, dprefix, dprefix if ctx.prefixed else None, None
