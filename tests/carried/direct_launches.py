@@ -4,6 +4,7 @@ driver that notes what it is given instead of a GPU. Prints one line a check."""
 import contextlib
 import sys
 from types import SimpleNamespace
+from unittest import mock
 
 import torch
 import triton
@@ -196,6 +197,32 @@ def check_devices():
     print("devices")
 
 
+@contextlib.contextmanager
+def on_device(n):
+    kept, Driver.device = Driver.device, n
+    try:
+        yield
+    finally:
+        Driver.device = kept
+
+
+def check_tensors_elsewhere():
+    """Kernels start on their tensors' device, whichever is current; the first may be described or in a tuple."""
+    prepared = direct.Prepared(kernel, (4, 2), tuple(BASE.values())[3:], CONSTANTS)
+    assert [direct._away(args) for args in ((X, 1), (BLOCK, 1), ((X, X), 1))] == [-1] * 3
+    with (
+        mock.patch.object(torch.Tensor, "get_device", return_value=1),
+        mock.patch.object(torch.cuda, "current_device", side_effect=lambda: Driver.device),
+        mock.patch.object(torch.cuda, "device", on_device),
+    ):
+        assert [direct._away(args) for args in ((X, 1), (BLOCK, 1), ((X, X), 1))] == [1] * 3
+        for go in ways(prepared) * 2:
+            go()
+            found = started.pop()
+            assert (found[1], found[2][2], Driver.device) == (8, 1, 0)
+    print("tensors elsewhere")
+
+
 def check_empty_grid():
     direct.Prepared(kernel, (0, 2), tuple(BASE.values())[3:], CONSTANTS)(*tuple(BASE.values())[:3])
     launch(kernel, (0, 2), *BASE.values(), **CONSTANTS)
@@ -244,6 +271,7 @@ if __name__ == "__main__":
     check_variations()
     check_one_prepared_meets_other_tensors()
     check_devices()
+    check_tensors_elsewhere()
     check_empty_grid()
     check_settings()
     sys.stdout.flush()

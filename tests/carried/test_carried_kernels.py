@@ -40,7 +40,7 @@ def test_kernels_under_the_interpreter():
 
 def test_decode_kernel_under_the_interpreter():
     """One and several queries, split keys, windows that differ, lengths, offsets, gain, sink, softcap, saturation."""
-    assert len(script("interpreted_decode.py", TRITON_INTERPRET="1").splitlines()) == 11
+    assert len(script("interpreted_decode.py", TRITON_INTERPRET="1").splitlines()) == 12
 
 
 def test_precision_study_of_the_kernels():
@@ -52,7 +52,7 @@ def test_precision_study_of_the_kernels():
 def test_launches_without_triton_s_binder_start_what_triton_would():
     """Dtypes, alignments, divisibility, constants, options, devices, settings and hooks: see direct_launches.py."""
     lines = script("direct_launches.py").splitlines()
-    assert lines == ["variations 14", "other tensors", "devices", "empty grid", "settings"]
+    assert lines == ["variations 14", "other tensors", "devices", "tensors elsewhere", "empty grid", "settings"]
 
 
 # Of the products of an iteration, those with P or E on the left; these are new every time. Q and K are not, and ptxas

@@ -253,7 +253,7 @@ class InferenceStream:
             if l not in self._rows:
                 self._phase1(range(l, l + queries), n)
             elif self._pending is not None:
-                torch.cuda.current_stream().wait_event(self._pending)
+                torch.cuda.current_stream(owner.bank.device).wait_event(self._pending)
                 self._pending = None
             o1, lse = self._buffers(range(l, l + 1))
             phase1, merge = (o1[0], lse[0]), owner.run.phase2_fwd
@@ -275,7 +275,7 @@ class InferenceStream:
         if skip or owner.side is None or owner.run.direct(self._tokens, block.sources, queries):
             return
         # Waiting for the main stream also keeps o1's last reader ahead of the new writes.
-        owner.side.wait_stream(torch.cuda.current_stream())
+        owner.side.wait_stream(torch.cuda.current_stream(owner.bank.device))
         with torch.cuda.stream(owner.side):
             self._phase1(range(l + 1, l + 1 + queries), block.sources)
         self._pending = owner.side.record_event()

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 import triton
 from triton import knobs
 from triton.compiler import CompiledKernel
@@ -114,12 +115,22 @@ def _whole(grid: tuple[int, ...]) -> tuple[int, int, int]:
     return (*grid, 1, 1)[:3]
 
 
+def _away(args: tuple) -> int:
+    """The GPU of a kernel's first tensor if another one is current, else −1: Triton starts kernels on the current."""
+    x = args[0][0] if type(args[0]) is tuple else args[0]
+    at = (x if isinstance(x, torch.Tensor) else x.base).get_device()
+    return at if at >= 0 and at != torch.cuda.current_device() else -1
+
+
 def start(kernel: object, grid: tuple[int, ...], args: tuple, meta: dict) -> None:
-    """``kernel[grid](*args, **meta)``, directly if such a call was made before."""
+    """``kernel[grid](*args, **meta)`` on the tensors' GPU, directly if such a call was made before."""
+    if (at := _away(args)) >= 0:
+        with torch.cuda.device(at):
+            return start(kernel, grid, args, meta)
     known = _known(kernel)
     if known is None or len(args) != known.count or _listened(kernel):
         kernel[grid](*args, **meta)
-        return
+        return None
     active = driver.active
     device = active.get_current_device()
     key = (device, _settings(kernel), known.kinds(device, args), *meta.items())
@@ -156,6 +167,9 @@ class Prepared:
             return
         if 0 in self.grid:
             return
+        if (at := _away(tensors)) >= 0:
+            with torch.cuda.device(at):
+                return self(*tensors)
         active = driver.active
         device = active.get_current_device()
         key = (device, _settings(kernel), known.kinds(device, tensors))
