@@ -52,6 +52,18 @@ def test_two_forwards_before_a_backward_and_two_backwards_after_a_forward(plan):
 
 
 @pytest.mark.parametrize("plan", PLANS)
+def test_gradients_of_a_plain_sum_refuse_to_be_differentiated_again(plan):
+    q, k, v = inputs()
+    outs = run(config(plan), q, k, v)
+    exact = grads_of(outs, [*q, *k, *v], [torch.ones_like(o) for o in outs])
+    found = torch.autograd.grad(sum(o.sum() for o in run(config(plan), q, k, v)), [*q, *k, *v], create_graph=True)
+    for a, b in zip(found, exact, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-11)
+        with pytest.raises(RuntimeError, match="cannot be differentiated again"):
+            a.sum().backward(retain_graph=True)
+
+
+@pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpoint_of_a_whole_block(plan, reentrant):
     q, k, v = inputs()

@@ -83,6 +83,16 @@ def test_one_output_alone_has_a_gradient():
     torch.testing.assert_close(gu, torch.ones_like(u))
 
 
+@pytest.mark.parametrize("name", ["mix", "mix_update", "phase1", "phase2", "phase2_first"])
+def test_gradients_of_a_plain_sum_refuse_to_be_differentiated_again(name):
+    v, *others = make(2, 2, tokens=(3,), d=8)
+    out = cases(v, *others, "eager")[name][-1]
+    grads = torch.autograd.grad(out.sum(), [*v, *others], create_graph=True, allow_unused=True)
+    for grad in (g for g in grads if g is not None):
+        with pytest.raises(RuntimeError, match="cannot be differentiated again"):
+            grad.sum().backward(retain_graph=True)
+
+
 def test_a_bank_is_a_list():
     bank = torch.randn(5, 4, D, requires_grad=True)
     w = torch.randn(2, D)

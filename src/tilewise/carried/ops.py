@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..once import once
 from . import blocked
 from .config import Options
 from .layout import by_token
@@ -200,7 +201,7 @@ class _Layer(torch.autograd.Function):
         return O, v.new_empty(1, dtype=call.grad_dtype).expand(shape) if call.links else None
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once
     def backward(ctx, dO, e):
         call, plain, shape, (n, n_gain, n_centre, n_edges), counts, write_e = ctx.given
         call = call if plain else LayerCall(*call)
@@ -242,7 +243,7 @@ class _Edge(torch.autograd.Function):
         return x.new_empty(1, dtype=torch.float64 if x.dtype == torch.float64 else torch.float32).expand(x.shape)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once
     def backward(ctx, gradient):
         return gradient.to(ctx.dtype)
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tilewise.depth.once import current_pass, once
+from tilewise.once import current_pass, once
 
 __all__ = ["Share", "Sum", "accumulators", "flattened", "shaped"]
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from tilewise.depth import ops  # noqa: F401  (registers torch.ops.tilewise.depth_*)
 from tilewise.depth.reference import wide
+from tilewise.once import once
 
 __all__ = ["Combine", "Complete", "Mix", "Phase1", "Phase2", "Scores"]
 
@@ -38,7 +38,7 @@ class Mix(torch.autograd.Function):
         return p, y
 
     @staticmethod
-    @once_differentiable
+    @once
     def backward(ctx, dp, dy):
         p, q, w, *sources = ctx.saved_tensors
         if dy is None:
@@ -64,7 +64,7 @@ class Phase1(torch.autograd.Function):
         return o1, lse
 
     @staticmethod
-    @once_differentiable
+    @once
     def backward(ctx, do1, dlse):
         q, s, lse, r, *sources = ctx.saved_tensors
         if do1 is None and dlse is None:
@@ -90,7 +90,7 @@ class Phase2(torch.autograd.Function):
         return p, y
 
     @staticmethod
-    @once_differentiable
+    @once
     def backward(ctx, dp, dy):
         p, o1, lse, q, w = ctx.saved_tensors
         if dy is None and dp is None:
@@ -111,7 +111,7 @@ class Scores(torch.autograd.Function):
         return s
 
     @staticmethod
-    @once_differentiable
+    @once
     def backward(ctx, ds):
         q, s, r, *sources = ctx.saved_tensors
         dq, grads = _scores_bwd(ds, q, s, r, sources)
@@ -129,7 +129,7 @@ class Complete(torch.autograd.Function):
         return b, s
 
     @staticmethod
-    @once_differentiable
+    @once
     def backward(ctx, db, ds):
         q, s, r, b = ctx.saved_tensors
         if ds is None:
@@ -152,7 +152,7 @@ class Combine(torch.autograd.Function):
         return o1, lse
 
     @staticmethod
-    @once_differentiable
+    @once
     def backward(ctx, do1, dlse):
         s, lse, *sources = ctx.saved_tensors
         if do1 is None and dlse is None:

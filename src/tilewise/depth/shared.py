@@ -20,9 +20,9 @@ from torch import Tensor
 
 from tilewise.depth.accumulators import Share, Sum, accumulators, flattened, shaped
 from tilewise.depth.checks import check_matrix, check_sources
-from tilewise.depth.once import current_pass, once
 from tilewise.depth.ops import backend, check_call, fold
 from tilewise.depth.sources import Fixed
+from tilewise.once import current_pass, once
 
 __all__ = ["BlockReads", "SharedSource", "mix_norm_shared", "reads_of_folded"]
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 __all__ = ["current_pass", "once"]
 
@@ -22,7 +23,8 @@ class _Refused(torch.autograd.Function):
     @staticmethod
     def backward(ctx, _):
         raise RuntimeError(
-            "gradients of shared reads cannot be differentiated again; those of tilewise.depth.reference can"
+            "these gradients cannot be differentiated again: their backward has no gradient of its own; those of "
+            "tilewise.depth.mix and carried_attention with impl='reference' can"
         )
 
 
@@ -30,15 +32,19 @@ def once(backward: Callable) -> Callable:
     """For a Function's backward: with create_graph=True its gradients refuse to be differentiated again.
 
     PyTorch's `once_differentiable` costs the host 4 us a call without create_graph too, and lets gradients pass as
-    constants where no gradient that enters requires one: always, where they arrive beside autograd.
+    constants where no gradient that enters requires one: those of a plain sum, and those that arrive beside autograd.
     """
+    traced = once_differentiable(backward)
 
     @functools.wraps(backward)
     def run(ctx, *grads):
+        if torch.compiler.is_compiling():
+            return traced(ctx, *grads)
         if not torch.is_grad_enabled():
             return backward(ctx, *grads)
         with torch.no_grad():
             made = backward(ctx, *grads)
+        made = made if isinstance(made, tuple) else (made,)
         return tuple(x if x is None else _Refused.apply(x.detach().requires_grad_()) for x in made)
 
     return run
