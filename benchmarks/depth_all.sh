@@ -3,8 +3,8 @@
 # PART is NAME or NAME=SECONDS, its limit; without any, all of them in this order:
 #   tests checks bench compile-bench peers overhead traffic memcheck train
 # Each part writes its results and OUT/NAME.log when it ends or is stopped, prints the log's end, and never stops
-# the next one. `peers` needs the packages of tools/peers.txt (and einops) on PYTHONPATH and vLLM's operator at $VLLM;
-# `train` needs out/text from prepare_text.py. bench, compile-bench and peers share OUT/depth.json, and go on from what it
+# the next one; the exit status is 1 if one failed. `peers` needs the packages of tools/peers.txt (and einops) on
+# PYTHONPATH and vLLM's operator at $VLLM; `train` needs out/text from prepare_text.py. bench, compile-bench and peers share OUT/depth.json, and go on from what it
 # has. FLAGS are further options of the set's run, PYTHON the interpreter, TOKENS the budget of a training run.
 set -u
 out=$1
@@ -75,6 +75,7 @@ if [ "${DEPTH_PART:-}" ]; then
     part "$DEPTH_PART" "$1"
     exit
 fi
+failed=0
 for each in "$@"; do
     name=${each%%=*}
     seconds=$(limit_of "$name") || {
@@ -87,7 +88,8 @@ for each in "$@"; do
     DEPTH_PART=$name timeout -k 5 "$seconds" sh "$0" "$out" "$seconds" >"$out/$name.log" 2>&1
     status=$?
     tail -n 24 "$out/$name.log"
+    [ $status -eq 0 ] || failed=1
     echo "== $name ended with status $status after $(($(date +%s) - began)) s"
 done
 [ -f "$out/depth.json" ] && tilewise_bench report "$out/depth.json" --no-plots
-exit 0
+exit $failed
