@@ -4,7 +4,7 @@
 
 `tests`: the GPU tests of depth and of carried logits, the error budgets of the relative kernels, compute-sanitizer on
 kernels of depth and of relative positions. `train`: the training comparisons of depth and of carried logits (out/text
-from prepare_text.py). The programs of a part share the GPU and the processors, so nothing that they say of speed counts.
+from prepare_text.py). The programs of a part share the GPU and the processors, so nothing they say of speed counts.
 OUT/untimed.json has each program's status, the end of what it printed, and the results that it wrote.
 """
 
