@@ -189,7 +189,7 @@ def scores(
     check_matrix("key_weights", key_weights, shape[-1], device, queries.shape[0])
     if impl == "reference":
         return reference.scores(sources, queries, key_weights, eps=eps)
-    return autograd.Scores.apply(eps, impl, fold(queries, key_weights, dtype), *_list(sources))
+    return autograd.Scores.apply(eps, impl, fold(queries, key_weights, dtype, own=True), *_list(sources))
 
 
 def complete(
@@ -224,7 +224,7 @@ def complete(
     check_matrix("key_weights", key_weights, shape[-1], device, queries.shape[0])
     if impl == "reference":
         return reference.complete(update, prefix, queries, key_weights, eps=eps)
-    return autograd.Complete.apply(eps, impl, fold(queries, key_weights, dtype), update, prefix)
+    return autograd.Complete.apply(eps, impl, fold(queries, key_weights, dtype, own=True), update, prefix)
 
 
 def phase1_from_scores(sources: Sources, s: Tensor, *, impl="auto") -> tuple[Tensor, Tensor]:
@@ -283,7 +283,7 @@ def phase1(
     check_matrix("key_weights", key_weights, shape[-1], device, queries.shape[0])
     if impl == "reference":
         return reference.phase1(sources, queries, key_weights, eps=eps)
-    return autograd.Phase1.apply(eps, impl, fold(queries, key_weights, dtype), *_list(sources))
+    return autograd.Phase1.apply(eps, impl, fold(queries, key_weights, dtype, own=True), *_list(sources))
 
 
 def phase2(

@@ -42,8 +42,14 @@ def check_call(impl: str, x: Tensor) -> None:
         raise ValueError(f"impl: 'triton' cannot run this call: {'; '.join(reasons)}; impl='eager' or 'auto' can")
 
 
-def fold(query: Tensor, key_weight: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """w * g in the dtype of the statistics of sources of `dtype`."""
+def fold(query: Tensor, key_weight: Tensor | None, dtype: torch.dtype, own: bool = False) -> Tensor:
+    """w * g in the dtype of the statistics of sources of `dtype`.
+
+    `own`: never the caller's query itself, for functions that score 16-bit sources. What the kernels derive from a
+    query is remembered with it, and neither a write through `.data` nor a captured graph would be noticed.
+    """
+    if own and key_weight is None and query.dtype == torch.float32 and dtype.itemsize == 2:
+        query = query.clone()
     return fold_queries(query, key_weight).to(torch.float64 if dtype == torch.float64 else torch.float32)
 
 

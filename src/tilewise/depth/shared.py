@@ -153,7 +153,7 @@ class BlockReads:
         check_matrix("key_weights", key_weights, shape[-1], device, queries.shape[0])
         check_matrix("output_weights", output_weights, shape[-1], device, queries.shape[0])
         run = backend("eager" if impl == "reference" else impl, values[0])
-        q = fold(queries, key_weights, dtype)
+        q = fold(queries, key_weights, dtype, own=True)
         output_eps = eps if output_eps is None else output_eps
         self._open(holders, q, q.detach(), output_weights, run, shape, eps, output_eps, 0 if save_o1 else 2)
 
