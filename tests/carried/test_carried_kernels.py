@@ -43,6 +43,14 @@ def test_decode_kernel_under_the_interpreter():
     assert len(script("interpreted_decode.py", TRITON_INTERPRET="1").splitlines()) == 12
 
 
+def test_more_planes_than_a_grid_takes_are_refused(monkeypatch):
+    monkeypatch.setattr(launch.triton.knobs.runtime, "interpret", True)
+    for B, why in ((32767, None), (32768, "65536; the kernels? takes? up to 65535")):
+        x = torch.empty(1, dtype=torch.float16).expand(B, 2, 1, 16)
+        for found in (launch.refusal(x, x, x, CarriedConfig(tile=16)), decode.refusal(x, x, x, None, None)):
+            assert found is None if why is None else re.search(why, found)
+
+
 def test_precision_study_of_the_kernels():
     """Shifted rows with scores of spread 2, all plans in bf16: errors as multiples of plain attention's."""
     lines = script("interpreted_study.py", "4", TRITON_INTERPRET="1").splitlines()

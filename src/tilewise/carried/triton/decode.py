@@ -175,6 +175,8 @@ def refusal(q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, row_dtype: torch
     rows = q.shape[1] // k.shape[1] * q.shape[2]
     if rows > ROWS:
         return f"a key head serves {rows} query rows; the kernel takes up to {ROWS}: carried_attention takes more"
+    if k.shape[0] * k.shape[1] > 65535:
+        return f"batch · key heads is {k.shape[0] * k.shape[1]}; the kernel takes up to 65535, as a CUDA grid does"
     if row_dtype is not None and row_dtype not in _TYPES:
         return f"row_dtype is {row_dtype}; the kernels store fp16, bf16 and fp32"
     if mask is not None and (mask.keys is not None or mask.dense is not None):

@@ -10,7 +10,7 @@ from torch.backends.cuda import SDPAParams
 from ..config import CarriedConfig, Options
 from ..layout import by_token
 from . import settings
-from .prepare import LOG2E, MOST, TYPES, Backward, Facts, backward_of, forward_of, four, strides_of
+from .prepare import LOG2E, MOST, PLANES, TYPES, Backward, Facts, backward_of, forward_of, four, strides_of
 
 __all__ = ["backward", "forward", "refusal"]
 
@@ -30,6 +30,8 @@ def refusal(q: Tensor, k: Tensor, v: Tensor, config: CarriedConfig) -> str | Non
     for name, dtype in (("carry_dtype", config.carry_dtype), ("grad_dtype", config.grad_dtype)):
         if dtype is not None and dtype not in TYPES:
             return f"{name} is {dtype}; the kernels store fp16, bf16 and fp32"
+    if q.shape[0] * q.shape[1] > PLANES:
+        return f"batch · heads is {q.shape[0] * q.shape[1]}; the kernels take up to {PLANES}: split the batch"
     if (
         q.shape[0] * q.shape[1] * (-(-q.shape[2] // config.tile) * -(-k.shape[2] // config.tile) + 1) * config.tile
         >= 2**31

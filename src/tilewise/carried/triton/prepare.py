@@ -29,6 +29,9 @@ LOG2E = 1.4426950408889634
 MOST = 4
 """Layers whose scores one kernel sums."""
 
+PLANES = 65535
+"""Programs that a CUDA grid takes in its second dimension, which is that of batch · heads."""
+
 TYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
 
 
