@@ -12,12 +12,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
+
+import processes
 
 HERE = Path(__file__).resolve().parent
 SYSTEMS = "no-carry,tilewise,tilewise-mixed"
@@ -45,22 +44,7 @@ def command(name: str, out: Path, limit: float) -> list[str]:
 
 def run(name: str, out: Path, limit: float) -> dict:
     """Run a step; its processes end with it."""
-    log, start = out / f"carried_all_{name}.log", time.monotonic()
-    environment = {**os.environ, "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"}
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(HERE.parent / "src"), os.environ.get("PYTHONPATH"))))
-    status: int | str
-    with open(log, "wb") as file:
-        process = subprocess.Popen(
-            command(name, out, limit), stdout=file, stderr=subprocess.STDOUT, env=environment, start_new_session=True
-        )
-        try:
-            status = process.wait(timeout=limit)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-            status = f"stopped after {limit:.0f} s"
-    tail = log.read_text(errors="replace").splitlines()[-TAIL[name] :]
-    return {"step": name, "status": status, "seconds": time.monotonic() - start, "tail": tail}
+    return processes.run(name, command(name, out, limit), out / f"carried_all_{name}.log", limit, TAIL[name])
 
 
 def main() -> None:

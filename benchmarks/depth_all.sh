@@ -1,11 +1,12 @@
 #!/bin/sh
-# Everything about the depth operators that needs a GPU, in parts that run alone: sh benchmarks/depth_all.sh OUT PART …
+# All about the depth operators that needs a GPU, in parts that run alone: sh benchmarks/depth_all.sh OUT PART …
 # PART is NAME or NAME=SECONDS, its limit; without any, all of them in this order:
 #   tests checks bench compile-bench peers overhead traffic memcheck train
 # Each part writes its results and OUT/NAME.log when it ends or is stopped, prints the log's end, and never stops
 # the next one; the exit status is 1 if one failed. `peers` needs the packages of tools/peers.txt (and einops) on
-# PYTHONPATH and vLLM's operator at $VLLM; `train` needs out/text from prepare_text.py. bench, compile-bench and peers share OUT/depth.json, and go on from what it
-# has. FLAGS are further options of the set's run, PYTHON the interpreter, TOKENS the budget of a training run.
+# PYTHONPATH and vLLM's operator at $VLLM; `train` needs out/text from prepare_text.py. bench, compile-bench and peers
+# share OUT/depth.json, and go on from what it has. FLAGS are further options of the set's run, PYTHON the interpreter,
+# TOKENS the budget of a training run.
 set -u
 out=$1
 shift

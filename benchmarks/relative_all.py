@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
+
+import processes
 
 HERE = Path(__file__).resolve().parent
 
@@ -51,26 +50,7 @@ def command(name: str, out: Path, limit: float, python: str = sys.executable) ->
 
 def run(name: str, out: Path, limit: float, words: list[str] | None = None) -> dict:
     """Run a step; its processes end with it."""
-    log, start = out / f"relative_{name}.log", time.monotonic()
-    environment = {**os.environ, "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"}
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(HERE.parent / "src"), os.environ.get("PYTHONPATH"))))
-    status: int | str
-    with open(log, "wb") as file:
-        try:
-            process = subprocess.Popen(
-                words or command(name, out, limit), stdout=file, stderr=subprocess.STDOUT, env=environment,
-                start_new_session=True,
-            )  # fmt: skip
-        except FileNotFoundError as error:
-            return {"step": name, "status": f"no {error.filename} here", "seconds": 0.0, "tail": []}
-        try:
-            status = process.wait(timeout=limit)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-            status = f"stopped after {limit:.0f} s"
-    tail = log.read_text(errors="replace").splitlines()[-TAIL:]
-    return {"step": name, "status": status, "seconds": time.monotonic() - start, "tail": tail}
+    return processes.run(name, words or command(name, out, limit), out / f"relative_{name}.log", limit, TAIL)
 
 
 def limits(names: list[str], left: float) -> dict[str, float]:

@@ -21,6 +21,7 @@ import time
 from pathlib import Path
 
 import torch
+from processes import isolated
 from relative_cases import label, passes_of, timed_call
 from relative_linear_checks import OTHERS, check, checks, recorded, registers
 
@@ -131,23 +132,19 @@ def precompile(jobs, seconds: float) -> int:
 
 
 def run_checks(record, wanted, until: float) -> int:
+    """Each check in a process of its own: after one illegal instruction all later ones of its process fail, too."""
     wrong = 0
-    for job, backward, shares in wanted:
-        name = label(*job, 0.0) + (" shares" if shares else "")
-        if time.time() > until:
-            wrong += 1
-            record.append(dict(case=name, ok=False, error="not run: out of time"))
-            print("not run", name, flush=True)
-            continue
-        try:
-            budgets = check(job, "cuda", backward, shares)
+    jobs = [(job, "cuda", backward, shares) for job, backward, shares in wanted]
+    for (job, _, backward, shares), budgets, error in isolated(check, jobs, until, 8):
+        name = label(*job, 0.0) + ("" if backward else " forward") + (" shares" if shares else "")
+        if error is None:
             bad = [b for b in budgets if not b.ok]
             record.append(dict(case=name, ok=not bad, budgets=[vars(b) for b in budgets]))
             shown = bad or [max(budgets, key=lambda b: b.error / max(b.allowed, 1e-30))]
             text = "; ".join(f"{b.name} {b.error:.1e}/{b.allowed:.1e} rel {b.relative:.0e}" for b in shown)
-        except Exception as error:
-            bad, text = True, repr(error)[-400:]
-            record.append(dict(case=name, ok=False, error=repr(error)[-500:]))
+        else:
+            bad, text = True, error[-400:]
+            record.append(dict(case=name, ok=False, error=error))
         wrong += bool(bad)
         print("BAD" if bad else "ok ", name, text, flush=True)
     return wrong
@@ -236,11 +233,12 @@ def main():
         sys.exit(1 if failed else 0)
     import triton
 
-    result = dict(gpu=torch.cuda.get_device_properties(0).name, torch=torch.__version__, triton=triton.__version__,
-                  cuda=torch.version.cuda, time=time.strftime("%Y-%m-%d"), checks=[], timings=[])  # fmt: skip
+    result = dict(torch=torch.__version__, triton=triton.__version__, cuda=torch.version.cuda,
+                  time=time.strftime("%Y-%m-%d"), checks=[], timings=[])  # fmt: skip
     wrong = 1
     try:
         wrong = run_checks(result["checks"], wanted, start + 0.75 * arguments.seconds)
+        result["gpu"] = torch.cuda.get_device_properties(0).name
         wrong += run_times(result["timings"], cells, start + arguments.seconds - 12.0)
         print(f"{sum(c['ok'] for c in result['checks'])} of {len(wanted)} checks within budget, "
               f"{time.time() - start:.0f} s", flush=True)  # fmt: skip

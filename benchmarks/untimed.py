@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+
+import processes
 
 HERE = Path(__file__).resolve().parent
 PYTHON, DEPTH = [sys.executable], ["sh", str(HERE / "depth_all.sh")]
@@ -41,18 +41,11 @@ LARGEST = 4 << 20
 """Bytes of a result that OUT/untimed.json takes."""
 
 
-def begin(words: list[str], out: Path, limit: float) -> subprocess.Popen:
+def start(words: list[str], out: Path, limit: float) -> subprocess.Popen:
     """Start a program that ends by itself a little before its limit; it writes to `out`."""
     out.mkdir(parents=True, exist_ok=True)
     words = [w.format(out=out, run=int(limit - 10)) if "{" in w else w for w in words]
-    path = os.pathsep.join(filter(None, (str(HERE.parent / "src"), os.environ.get("PYTHONPATH"))))
-    environment = {**os.environ, "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
-    environment["PYTHON"] = sys.executable
-    with open(out / "log.txt", "wb") as log:
-        return subprocess.Popen(
-            words, cwd=HERE if words[0] == sys.executable else HERE.parent, env=environment, stdout=log,
-            stderr=subprocess.STDOUT, start_new_session=True,
-        )  # fmt: skip
+    return processes.begin(words, out / "log.txt", HERE if words[0] == sys.executable else HERE.parent)
 
 
 def report(out: Path) -> dict:
@@ -70,17 +63,11 @@ def main() -> None:
     parser.add_argument("--only", default="tests", choices=list(PARTS))
     parser.add_argument("--seconds", type=float, default=300)
     args = parser.parse_args()
-    out, start, found = args.out.resolve() / args.only, time.monotonic(), {}
-    programs = {name: begin(words, out / name, args.seconds) for name, words in PARTS[args.only].items()}
+    out, began, found = args.out.resolve() / args.only, time.monotonic(), {}
+    programs = {name: start(words, out / name, args.seconds) for name, words in PARTS[args.only].items()}
     for name, process in programs.items():
-        status: int | str
-        try:
-            status = process.wait(timeout=max(0.1, start + args.seconds - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-            status = f"stopped after {args.seconds:.0f} s"
-        found[name] = {"status": status, "seconds": time.monotonic() - start, **report(out / name)}
+        status = processes.end(process, began + args.seconds - time.monotonic())
+        found[name] = {"status": status, "seconds": time.monotonic() - began, **report(out / name)}
         print(f"== {name}: {status}, by {found[name]['seconds']:.0f} s", flush=True)
         print("\n".join(f"   {line[:200]}" for line in found[name]["tail"][-12:]), flush=True)
     (args.out / "untimed.json").write_text(json.dumps(found))

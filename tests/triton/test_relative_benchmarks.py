@@ -1,12 +1,15 @@
 """The evidence scripts without a GPU: what a step may take, and that one failure costs one step."""
 
+import os
 import sys
+import time
 from pathlib import Path
 
 import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+import processes
 import relative_ablations as ablations
 import relative_ahead
 import relative_all
@@ -154,3 +157,30 @@ def test_a_step_that_fails_makes_the_whole_fail(monkeypatch, tmp_path, status, e
     with pytest.raises(SystemExit) as found:
         relative_all.main()
     assert found.value.code == ended
+
+
+def _job(what):
+    if what == "raise":
+        raise ValueError("no such row")
+    if what == "crash":
+        os._exit(7)
+    if what == "hang":
+        time.sleep(600)
+    return what
+
+
+def test_a_job_that_ends_its_process_costs_only_itself():
+    found = list(processes.isolated(_job, [("one",), ("raise",), ("crash",), ("two",)], time.time() + 300, 2))
+    outcomes = {job[0]: (value, why) for job, value, why in found}
+    assert len(found) == 4
+    assert [outcomes[name] for name in ("one", "two")] == [("one", None), ("two", None)]
+    assert "no such row" in outcomes["raise"][1]
+    assert outcomes["crash"] == (None, "its process ended with status 7")
+
+
+def test_jobs_without_time_are_named():
+    found = list(processes.isolated(_job, [("hang",), ("one",)], time.time() + 0.3, 1))
+    assert [(job[0], why) for job, _, why in found] == [
+        ("hang", "not run: out of time"),
+        ("one", "not run: out of time"),
+    ]

@@ -1,0 +1,93 @@
+"""Programs and functions in processes of their own, with limits: one that fails or hangs costs only itself."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+
+
+def begin(words: list[str], log: Path, folder: Path | None = None) -> subprocess.Popen:
+    """Start a program of this repository; what it prints goes to `log`. Raises FileNotFoundError if there is none."""
+    path = os.pathsep.join(filter(None, (str(HERE.parent / "src"), os.environ.get("PYTHONPATH"))))
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+    environment["PYTHON"] = sys.executable
+    with open(log, "wb") as file:
+        return subprocess.Popen(
+            words, cwd=folder, env=environment, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+        )
+
+
+def end(process: subprocess.Popen, limit: float) -> int | str:
+    """Its exit status, or that it was stopped, with all that it started, after so many seconds more."""
+    try:
+        return process.wait(timeout=max(0.1, limit))
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        return f"stopped after {limit:.0f} s"
+
+
+def run(name: str, words: list[str], log: Path, limit: float, tail: int) -> dict:
+    """Run a step: its name, status, seconds, and the last lines that it printed."""
+    start = time.monotonic()
+    try:
+        process = begin(words, log)
+    except FileNotFoundError as error:
+        return {"step": name, "status": f"no {error.filename} here", "seconds": 0.0, "tail": []}
+    status = end(process, limit)
+    lines = log.read_text(errors="replace").splitlines()[-tail:]
+    return {"step": name, "status": status, "seconds": time.monotonic() - start, "tail": lines}
+
+
+def _child(function: Callable, job: tuple, pipe: Connection) -> None:
+    try:
+        pipe.send((function(*job), None))
+    except Exception:
+        pipe.send((None, traceback.format_exc()[-600:]))
+
+
+def isolated(
+    function: Callable, jobs: list[tuple], until: float, most: int
+) -> Iterator[tuple[tuple, object, str | None]]:
+    """(job, what function(*job) returned, or None and why not), as jobs end; `most` processes at a time.
+
+    `until` is a time of the clock: what has not ended then is stopped.
+    """
+    context = multiprocessing.get_context("forkserver")
+    # Forked from a process that has imported it, one starts in a tenth of the seconds.
+    context.set_forkserver_preload(["torch"])
+    todo, running = list(jobs), {}
+    while todo or running:
+        while todo and len(running) < most and time.time() < until:
+            ours, theirs = context.Pipe(duplex=False)
+            process = context.Process(target=_child, args=(function, todo[0], theirs))
+            process.start()
+            theirs.close()
+            running[ours] = process, todo.pop(0)
+        ended = wait(list(running), timeout=max(0.0, until - time.time())) if running else []
+        for pipe in ended:
+            process, job = running.pop(pipe)
+            try:
+                value, why = pipe.recv()
+            except EOFError:
+                process.join()
+                value, why = None, f"its process ended with status {process.exitcode}"
+            process.join()
+            yield job, value, why
+        if not ended and time.time() >= until:
+            for process, _ in running.values():
+                process.kill()
+                process.join()
+            for job in [*(job for _, job in running.values()), *todo]:
+                yield job, None, "not run: out of time"
+            return
