@@ -19,6 +19,10 @@ SKEW_IN_REGISTERS = True
 """Whether calls that leave the skew to the kernels take the Hopper kernels that do it in registers (:mod:`.band`,
 :mod:`.linear_backward`)."""
 
+OVERLAPPED = False
+"""Whether scores with at most a number an offset take the Hopper forward that forms exponentials beside the products
+(:mod:`.overlapped`); off until it has been timed."""
+
 
 @dataclass(frozen=True)
 class Tiles:

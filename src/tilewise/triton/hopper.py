@@ -73,7 +73,7 @@ def unfitting(F: Facts) -> list[str]:
         reasons.append("the GPU is not a Hopper (sm_90)")
     if F.dtype not in (torch.float16, torch.bfloat16):
         reasons.append(f"q is {F.dtype}")
-    widths = {F.d, F.dv, *(int(p.table.shape[-1]) for p in F.ports)}
+    widths = {F.d, F.dv, *(int(p.table.shape[-1]) for p in F.ports if p.kind != "scalar")}
     if len(widths) > 1 or F.d not in (64, 128):
         reasons.append(f"the widths are {sorted(widths)}; it takes 64 or 128 alike")
     if not F.call.scale >= 0.0:

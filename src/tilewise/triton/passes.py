@@ -25,6 +25,11 @@ __all__ = [
 def forward(call: Call, o: Tensor, lse: Tensor, kept: Tensor | None = None) -> None:
     """See :func:`tilewise.triton.forward`."""
     L = Layout(call, kept)
+    if config.OVERLAPPED and L.limits.hopper and call.options.skew == "auto":
+        from . import overlapped
+
+        if not overlapped.unsuited(L):
+            return overlapped.forward(L, o, lse)
     if kept is None and (call.options.skew == "shared" or (call.options.skew == "auto" and L.limits.hopper)):
         module, reasons = in_shared_memory(L)
         if module is not None:
