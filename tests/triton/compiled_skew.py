@@ -1,7 +1,8 @@
 """Compiles the kernels that skew in registers for sm_90, without a GPU: prints one JSON line a kernel.
 
 Each has its shared memory, registers, spilled bytes, loop-invariant register operands (:mod:`compiled`), accesses of
-device memory narrower than 4 bytes, and the places where the order of its PTX does not protect shared memory.
+device memory narrower than 4 bytes, the places where the order of its PTX does not protect shared memory, and how often
+its machine code waits for products, of which it has four instructions each.
 """
 
 import json
@@ -54,8 +55,10 @@ def resources(cubin: bytes) -> dict[str, int]:
         file.write(cubin)
         file.flush()
         text = subprocess.run([TOOLS / "cuobjdump", "-res-usage", file.name], capture_output=True, text=True).stdout
+        code = subprocess.run([TOOLS / "nvdisasm", "-c", file.name], capture_output=True, text=True).stdout
     registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", text).groups()
-    return {"registers": int(registers), "stack": int(stack)}
+    return {"registers": int(registers), "stack": int(stack), "waits": code.count("WARPGROUP.DEPBAR"),
+            "instructions": code.count("HGMMA")}  # fmt: skip
 
 
 def main():
@@ -64,7 +67,15 @@ def main():
     config.SKEW_IN_REGISTERS = True
 
     def warm(kernel, grid, *args, **meta):
-        if kernel.__name__ not in ("attend_band", "query_pass", "key_pass", "collect_tiles", "spread", "sum_rows"):
+        if kernel.__name__ not in (
+            "attend_band",
+            "query_pass",
+            "key_pass",
+            "side_pass",
+            "collect_tiles",
+            "spread",
+            "sum_rows",
+        ):
             return
         made = kernel.warmup(*args, grid=grid, **meta)
         ptx = made.asm["ptx"]

@@ -66,7 +66,7 @@ def test_compiled_for_hopper():
     kernels = {"attend_band", "query_pass", "key_pass", "collect_tiles"}
     assert set(found) == {(case, kernel) for case, last in (
         ("deberta", "sum_rows"), ("txl", "spread"), ("wav2vec2_bert", "sum_rows")) for kernel in (*kernels, last)
-    }  # fmt: skip
+    } | {("wav2vec2_bert", "side_pass")}  # fmt: skip
     for line in found.values():
         if line["kernel"] in ("spread", "sum_rows"):
             continue
@@ -77,9 +77,15 @@ def test_compiled_for_hopper():
         assert line["invariant"] == line["unordered"] == []
         # A few bytes of spills cost nothing; an accumulator in local memory would be kilobytes.
         assert line["stack"] <= 32
-        # Three programs of the forward to an SM, two of the backward.
-        programs = 3 if line["kernel"] == "attend_band" else 2
+        if line["kernel"] in ("key_pass", "side_pass"):
+            # With too few registers ptxas waits after each of a product's instructions. That of Triton 3.8 (not of 3.6)
+            # does so in the passes over queries, too.
+            assert line["waits"] < line["instructions"] / 2
+        # Three programs of the forward and of the saturated stretches to an SM, two of the other backward passes.
+        programs = 3 if line["kernel"] in ("attend_band", "side_pass") else 2
         assert programs * (line["shared"] + 1024) <= 233472
+        # Threads get registers by eights.
+        assert programs * 128 * -(-line["registers"] // 8) * 8 <= 65536
         assert programs * 128 * line["registers"] <= 65536
 
 
