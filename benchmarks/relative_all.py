@@ -26,12 +26,12 @@ STEPS = {
                       "--seconds {run} --out {json}"),
     "ablations": (80, "relative_ablations.py --lengths 512,8192 --compile-seconds {compile} --seconds {run} "
                       "--out {json}"),
-    "memcheck": (60, "relative_memcheck.py --compile-seconds {compile} --seconds {run}"),
-    "racecheck": (60, "relative_memcheck.py --compile-seconds {compile} --seconds {run}"),
+    "sanitizer": (120, "relative_memcheck.py --tools memcheck,racecheck --compile-seconds {compile} --seconds {run} "
+                       "--out {json}"),
     "traffic": (80, "relative_traffic.py --compile-seconds {compile} --seconds {run} --out {json}"),
     "scaling": (60, "relative_scaling.py --compile-seconds {compile} --seconds {run} --out {json}"),
 }  # fmt: skip
-"""Step ↦ (seconds that it may take of 650, command). The sanitizer's two steps run the same program under it."""
+"""Step ↦ (seconds that it may take of 650, command)."""
 
 TAIL = 6
 
@@ -40,12 +40,7 @@ def command(name: str, out: Path, limit: float, python: str = sys.executable) ->
     """The step's command line: compiling may take the larger part of its time, and nothing begins near its end."""
     text = STEPS[name][1].format(json=out / f"relative_{name}.json", compile=int(limit * 0.6), run=int(limit * 0.9))
     script, *arguments = text.split()
-    words = [python, str(HERE / script), *arguments]
-    if name in ("memcheck", "racecheck"):
-        # The processes that compile have no GPU to watch.
-        watched = ["--target-processes", "application-only"]
-        return ["compute-sanitizer", "--tool", name, *watched, "--error-exitcode", "9", *words]
-    return words
+    return [python, str(HERE / script), *arguments]
 
 
 def run(name: str, out: Path, limit: float, words: list[str] | None = None) -> dict:

@@ -27,7 +27,7 @@ PARTS: dict[str, dict[str, list[str]]] = {
         "carried": [*PYTHON, "carried_kernels.py", "--out", "{out}", "tests", "--until", "{run}", "--processes", "6"],
         "depth": [*PYTHON, "depth_tests.py", "--out", "{out}", "--until", "{run}", "--processes", "5"],
         "depth-memcheck": [*DEPTH, "{out}", "memcheck={run}"],
-        "relative": [*PYTHON, "relative_all.py", "{out}", "--seconds", "{run}", "--only", "check,memcheck,racecheck"],
+        "relative": [*PYTHON, "relative_all.py", "{out}", "--seconds", "{run}", "--only", "check,sanitizer"],
     },
     "train": {
         "carried": [*PYTHON, "carried_train.py", "--data", "../out/text", "--out", "{out}", "--processes", "9",

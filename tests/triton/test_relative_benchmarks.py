@@ -27,7 +27,7 @@ from tilewise.triton.tuned import shape_error
 def test_time_goes_to_the_steps_that_are_left():
     every = relative_all.limits(list(relative_all.STEPS), 540)
     assert sum(every.values()) == pytest.approx(540)
-    assert relative_all.limits(["memcheck", "racecheck"], 100) == {"memcheck": 50.0, "racecheck": 50.0}
+    assert relative_all.limits(["traffic", "ablations"], 100) == {"traffic": 50.0, "ablations": 50.0}
 
 
 def test_every_command_names_a_script_and_options_that_it_has(tmp_path):
@@ -37,7 +37,6 @@ def test_every_command_names_a_script_and_options_that_it_has(tmp_path):
         text = Path(script).read_text()
         for word in words[words.index(script) :]:
             assert not word.startswith("--") or f'"{word}"' in text, (name, word)
-        assert (words[0] == "compute-sanitizer") == (name in ("memcheck", "racecheck"))
 
 
 def test_a_step_that_fails_or_hangs_costs_itself(tmp_path):
@@ -109,12 +108,52 @@ def test_memory_checks_meet_ragged_edges_and_shared_tiles():
 @pytest.mark.parametrize(("value", "seconds", "status"), [(0.0, "60", 0), (float("nan"), "60", 1), (0.0, "-1", 1)])
 def test_memory_checks_fail_where_a_result_is_not_finite_or_missing(monkeypatch, value, seconds, status):
     monkeypatch.setattr(relative_memcheck, "run_one", lambda n, projections, device: [torch.tensor([value])])
-    monkeypatch.setattr(relative_ahead, "precompile", lambda jobs, seconds: None)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(sys, "argv", ["relative_memcheck.py", "--seconds", seconds])
     with pytest.raises(SystemExit) as ended:
         relative_memcheck.main()
     assert ended.value.code == status
+
+
+def test_shares_of_the_memory_checks_are_all_calls():
+    calls = [call for n in range(5) for call in relative_memcheck.share(n, 5)]
+    assert sorted(calls) == sorted(relative_memcheck.CALLS)
+    assert relative_memcheck.share(0, 1)[0][0] == max(range(len(JOBS)), key=lambda n: JOBS[n][3].B * JOBS[n][3].Tq ** 2)
+
+
+WATCHED = {
+    "clean": ("done one\n========= ERROR SUMMARY: 0 errors", 0, 0, True),
+    "no race": ("========= RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)", 0, 0, True),
+    "finding": ("========= ERROR SUMMARY: 3 errors", 9, 3, False),
+    "race": ("========= RACECHECK SUMMARY: 1 hazard displayed (1 error, 0 warnings)", 0, 1, False),
+    "unwatched": (
+        "========= Error: No attachable process found. compute-sanitizer timed-out.\ndone one",
+        0,
+        None,
+        False,
+    ),
+    "stopped": ("done one", "stopped after 3 s", None, False),
+    "failed": ("========= ERROR SUMMARY: 0 errors", 1, 0, False),
+}
+
+
+@pytest.mark.parametrize("name", WATCHED)
+def test_a_process_counts_where_it_was_watched_to_its_end(name):
+    text, status, findings, ok = WATCHED[name]
+    found = relative_memcheck.outcome(status, text)
+    assert (found["findings"], found["ok"], found["calls"]) == (findings, ok, text.count("done"))
+
+
+def test_shares_are_watched_by_every_tool(monkeypatch, tmp_path):
+    tool = tmp_path / "compute-sanitizer"
+    tool.write_text('#!/bin/sh\necho "done $*"\necho "========= ERROR SUMMARY: 0 errors"\n[ "$2" = memcheck ]\n')
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    found = relative_memcheck.watch(["memcheck", "racecheck"], 2, time.time() + 60, tmp_path / "all.json")
+    assert [(each["tool"], each["shard"], each["ok"]) for each in found] == [
+        ("memcheck", 0, True), ("memcheck", 1, True), ("racecheck", 0, False), ("racecheck", 1, False)
+    ]  # fmt: skip
+    assert "--shard 1/2" in (tmp_path / "all_racecheck_1.log").read_text()
 
 
 def test_memory_checks_can_be_compiled_beforehand(noted):
