@@ -10,6 +10,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
@@ -49,11 +50,14 @@ def run(name: str, words: list[str], log: Path, limit: float, tail: int) -> dict
     return {"step": name, "status": status, "seconds": time.monotonic() - start, "tail": lines}
 
 
-def _child(function: Callable, job: tuple, pipe: Connection) -> None:
-    try:
-        pipe.send((function(*job), None))
-    except Exception:
-        pipe.send((None, traceback.format_exc()[-600:]))
+def _worker(function: Callable, pipe: Connection) -> None:
+    """Run jobs until none comes, or one fails: what it left behind would spoil the next."""
+    while (job := pipe.recv()) is not None:
+        try:
+            pipe.send((function(*job), None))
+        except Exception:
+            pipe.send((None, traceback.format_exc()[-600:]))
+            return
 
 
 def isolated(
@@ -61,33 +65,49 @@ def isolated(
 ) -> Iterator[tuple[tuple, object, str | None]]:
     """(job, what function(*job) returned, or None and why not), as jobs end; `most` processes at a time.
 
-    `until` is a time of the clock: what has not ended then is stopped.
+    A process takes one job after the other until one fails; then a fresh one takes its place. `until` is a time of the
+    clock: what has not ended then is stopped.
     """
     context = multiprocessing.get_context("forkserver")
     # Forked from a process that has imported it, one starts in a tenth of the seconds.
     context.set_forkserver_preload(["torch"])
     todo, running = list(jobs), {}
-    while todo or running:
-        while todo and len(running) < most and time.time() < until:
-            ours, theirs = context.Pipe(duplex=False)
-            process = context.Process(target=_child, args=(function, todo[0], theirs))
-            process.start()
-            theirs.close()
-            running[ours] = process, todo.pop(0)
-        ended = wait(list(running), timeout=max(0.0, until - time.time())) if running else []
-        for pipe in ended:
-            process, job = running.pop(pipe)
-            try:
-                value, why = pipe.recv()
-            except EOFError:
-                process.join()
-                value, why = None, f"its process ended with status {process.exitcode}"
+
+    def start() -> tuple:
+        ours, theirs = context.Pipe()
+        process = context.Process(target=_worker, args=(function, theirs), daemon=True)
+        process.start()
+        theirs.close()
+        return ours, process
+
+    def give(pipe: Connection, process) -> None:
+        running[pipe] = process, todo.pop(0)
+        # Of a process that has ended since its last job, the next read of the pipe tells the status.
+        with suppress(BrokenPipeError):
+            pipe.send(running[pipe][1])
+
+    try:
+        while todo or running:
+            while todo and len(running) < most and time.time() < until:
+                give(*start())
+            ended = wait(list(running), timeout=max(0.0, until - time.time())) if running else []
+            for pipe in ended:
+                process, job = running.pop(pipe)
+                try:
+                    value, why = pipe.recv()
+                except EOFError:
+                    process.join()
+                    value, why = None, f"its process ended with status {process.exitcode}"
+                if why is None and todo and time.time() < until:
+                    give(pipe, process)
+                elif why is None:
+                    pipe.send(None)
+                yield job, value, why
+            if not ended and time.time() >= until:
+                for job in [*(job for _, job in running.values()), *todo]:
+                    yield job, None, "not run: out of time"
+                return
+    finally:
+        for process, _ in running.values():
+            process.kill()
             process.join()
-            yield job, value, why
-        if not ended and time.time() >= until:
-            for process, _ in running.values():
-                process.kill()
-                process.join()
-            for job in [*(job for _, job in running.values()), *todo]:
-                yield job, None, "not run: out of time"
-            return

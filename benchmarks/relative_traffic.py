@@ -27,7 +27,7 @@ CALLS = tuple(f"{case}:{N}:{p}" for N in (8192, 512) for case in ("t5", "shaw", 
               for p in ("forward", "backward"))  # fmt: skip
 
 
-HOPPER = ("attend_band", "key_pass", "query_pass", "collect_tiles", "sum_rows", "spread")
+HOPPER = ("attend_band", "key_pass", "query_pass", "side_pass", "band_ranges", "collect_tiles", "sum_rows", "spread")
 MARK = "spin_kernel"
 """The kernel of torch.cuda._sleep, which stands between two calls."""
 
@@ -102,6 +102,12 @@ def _hopper(kernel: str, a: dict, programs: int, windows: dict[int, float]) -> t
         written = sum(_size(a[n].base if hasattr(a[n], "base") else a[n], share) for n in outs)
         buffers = [a[n].base if hasattr(a[n], "base") else a[n] for n in stored]
         return read + tables + _size(a["stats"], share), written + sum(windows[_key(x)] for x in buffers)
+    if kernel == "side_pass":
+        # Of the gradients dQ alone, which is read and written.
+        read = sum(_size(a[n].base) for n in ("q", "k", "v", "g", "dq", *(["x"] if a["SHIFTED"] else [])))
+        return read + _size(a["stats"]), _size(a["dq"].base) + _size(a["parts"])
+    if kernel == "band_ranges":
+        return _size(a["ranges"]) if a["RANGED"] else 0.0, _size(a["out"])
     if kernel == "collect_tiles":
         return windows.get(_key(a["dg"]), 0.0), _size(a["out"])
     # sum_rows and spread: partial sums of every offset, in fp32.
@@ -246,9 +252,9 @@ def profiled(calls: list[str], seconds: float) -> str:
         subprocess.TimeoutExpired, FileNotFoundError: it did not end; there is no ncu.
     """
     command = [
-        "ncu", "--profile-from-start", "off", "--clock-control", "none", "--csv", "--page", "raw", "--print-units",
-        "base", "--metrics", f"{READ},{WRITTEN},{TIME}", sys.executable, __file__, "--child", ",".join(calls),
-        "--seconds", str(0.75 * seconds),
+        "ncu", "--target-processes", "all", "--profile-from-start", "off", "--clock-control", "none", "--csv",
+        "--page", "raw", "--print-units", "base", "--metrics", f"{READ},{WRITTEN},{TIME}", sys.executable, __file__,
+        "--child", ",".join(calls), "--seconds", str(0.75 * seconds),
     ]  # fmt: skip
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=seconds)
     return done.stdout

@@ -199,6 +199,8 @@ def test_a_step_that_fails_makes_the_whole_fail(monkeypatch, tmp_path, status, e
 
 
 def _job(what):
+    if what == "who":
+        return os.getpid()
     if what == "raise":
         raise ValueError("no such row")
     if what == "crash":
@@ -215,6 +217,12 @@ def test_a_job_that_ends_its_process_costs_only_itself():
     assert [outcomes[name] for name in ("one", "two")] == [("one", None), ("two", None)]
     assert "no such row" in outcomes["raise"][1]
     assert outcomes["crash"] == (None, "its process ended with status 7")
+
+
+def test_a_process_takes_one_job_after_the_other():
+    found = list(processes.isolated(_job, [("who",)] * 4, time.time() + 300, 2))
+    assert [why for _, _, why in found] == [None] * 4
+    assert len({value for _, value, _ in found}) == 2
 
 
 def test_jobs_without_time_are_named():

@@ -85,6 +85,10 @@ def test_the_fewest_bytes_of_the_hopper_kernels():
     assert total("query_pass", "fewest_written") == pytest.approx(2 * 12 * 8192 * 8256 * 2 / MiB + 2 * q, rel=0.02)
     assert total("collect_tiles", "fewest_read") == pytest.approx(2 * 12 * 8192 * 8256 * 2 / MiB, rel=0.01)
     assert total("query_pass", "fewest_read") >= 5 * q
+    rows = traffic.planned(*timed_call("shaw", 8192, "meta"), "backward")
+    # q, k, v, dO and dQ, and four statistics a query.
+    assert total("side_pass", "fewest_read") == pytest.approx(5 * q + 3)
+    assert total("side_pass", "fewest_written") == pytest.approx(q, rel=0.1)
 
 
 def test_marks_stand_between_the_calls():
