@@ -20,6 +20,7 @@ from tilewise.carried.triton import decode, launch, settings
 from tilewise.carried.triton.transient import parts_of
 from tilewise.mask import Mask
 from tilewise.triton import launch as starting
+from tilewise.triton.config import Limits
 
 HERE = Path(__file__).parent
 
@@ -93,6 +94,36 @@ def test_kernels_compile_for_hopper_within_its_shared_memory(name):
         assert found["spills"] <= spills
         assert found["wgmma"] > 0
         assert found["left"] * products <= found["dots"] * fresh
+
+
+# Three layers summed with dropout needed 237,600 bytes, one layer of width 256 with dropout 234,496, four layers of
+# width 256 in fp32 294,912, and decoding with 64 query rows of width 256 278,528: more than sm_90 has.
+WITHIN = {
+    90: (232448, ["recompute dropout", "none wide dropout", "recompute wide fp32", "decode wide rows"]),
+    86: (101376, ["none dropout", "decode wide rows"]),
+}
+
+
+@pytest.mark.parametrize("capability", WITHIN)
+def test_kernels_stay_within_shared_memory(capability):
+    """Every kernel of the cases that need most, as Triton lays out its shared memory."""
+    limit, cases = WITHIN[capability]
+    lines = script("shared_memory.py", *cases, "--capability", str(capability), "--limit", str(limit)).splitlines()
+    found = [int(x.rsplit(" ", 1)[1]) for x in lines if " shared " in x]
+    assert len(found) == (25 if capability == 90 else 4)
+    assert max(found) <= limit, lines
+
+
+def test_widths_for_which_no_tile_is_small_enough_are_refused(monkeypatch):
+    """fp32 of width 256 where a program has 99 KiB: four layers cannot be summed, one can."""
+    small = Limits.of((8, 6), 101376)
+    monkeypatch.setattr(launch.triton.knobs.runtime, "interpret", True)
+    for module in (launch, decode):
+        monkeypatch.setattr(module, "limits_of", lambda device: small)
+    x = torch.empty(1, 8, 16, 256)
+    assert "101376 bytes of shared memory, too few to sum the scores of 4" in launch.refusal(x, x, x, CarriedConfig())
+    assert launch.refusal(x, x, x, CarriedConfig(plan="stored")) is None
+    assert "too few for 128 query rows" in decode.refusal(x, x[:, :1], x[:, :1], None, None)
 
 
 @pytest.mark.parametrize("width", [16, 64, 128, 256])

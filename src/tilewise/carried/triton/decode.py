@@ -13,9 +13,9 @@ from torch import Tensor
 
 from ...mask import UNBOUNDED, Mask
 from ...triton.launch import launch
-from ...triton.plan import Source, padded
+from ...triton.plan import Source, limits_of, padded
 from ..config import CarriedConfig
-from .settings import multiprocessors
+from .settings import KEYS, decode_step, multiprocessors
 from .tiles import softmax_argument, visible
 
 __all__ = ["decode", "refusal"]
@@ -23,8 +23,6 @@ __all__ = ["decode", "refusal"]
 LOG2E = 1.4426950408889634
 ROWS = 128
 """Query rows (queries · heads of a key head) that one program takes."""
-KEYS = 64
-"""Keys a step."""
 SPLITS = 32
 """Splits whose results are joined at a time."""
 
@@ -175,6 +173,11 @@ def refusal(q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, row_dtype: torch
     rows = q.shape[1] // k.shape[1] * q.shape[2]
     if rows > ROWS:
         return f"a key head serves {rows} query rows; the kernel takes up to {ROWS}: carried_attention takes more"
+    if _step_of(q, k, v) is None:
+        return (
+            f"a program has {limits_of(q.device).shared} bytes of shared memory, too few for {rows} query rows of "
+            f"{q.dtype}, {max(q.shape[-1], v.shape[-1])} wide"
+        )
     if k.shape[0] * k.shape[1] > 65535:
         return f"batch · key heads is {k.shape[0] * k.shape[1]}; the kernel takes up to 65535, as a CUDA grid does"
     if row_dtype is not None and row_dtype not in _TYPES:
@@ -186,6 +189,16 @@ def refusal(q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, row_dtype: torch
     return None
 
 
+def _rows(q: Tensor, k: Tensor) -> int:
+    """Query rows of a program."""
+    return max(16, padded(q.shape[1] // k.shape[1] * q.shape[2]))
+
+
+def _step_of(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, int] | None:
+    width = padded(max(q.shape[-1], v.shape[-1]))
+    return decode_step(_rows(q, k), width, q.element_size(), limits_of(q.device).shared)
+
+
 def decode(
     q: Tensor, k: Tensor, v: Tensor, row: Tensor | None, layer: int, config: CarriedConfig, *, mask: Mask | None,
     offset: int | Tensor | None, gain: Tensor | None, sink: Tensor | None, row_dtype: torch.dtype | None,
@@ -195,6 +208,7 @@ def decode(
     B, H, Tq, d = q.shape
     Hk, Tk, dv = v.shape[1:]
     shape = config.mask(layer, mask)
+    keys, stages = _step_of(q, k, v)
     writes = layer < config.layers - 1
     if splits is None:
         splits = max(1, min(2 * multiprocessors(q.device) // (B * Hk), Tk // (4 * KEYS)))
@@ -216,10 +230,10 @@ def decode(
         gain if config.scaling == "gain" and row is not None else None, sink,
         offset.to(q.device).contiguous() if per else None, bounds, *(x.strides for x in sources), B, H, H // Hk, Tq, Tk,
         position, min(shape.left, UNBOUNDED), min(shape.right, Tk), length, 2.0 * scale / cap if cap else scale,
-        cap * LOG2E, D=d, DV=dv, BD=padded(d), BV=padded(dv), BM=max(16, padded(H // Hk * Tq)), BN=KEYS,
+        cap * LOG2E, D=d, DV=dv, BD=padded(d), BV=padded(dv), BM=_rows(q, k), BN=keys,
         ENTERS=row is not None, WRITES=writes, GAIN=config.scaling == "gain" and row is not None, SOFTCAP=cap > 0.0,
         SINK=sink is not None, BOUNDED=bounds is not None, BATCHED=bounds is not None and bounds.shape[0] > 1,
-        OFFSETS=per, STAGES=3 if q.element_size() < 4 else 2, num_warps=4,
+        OFFSETS=per, STAGES=stages, num_warps=4,
     )  # fmt: skip
     launch(join_splits, (rows, 1), o, m, l, out, rows, splits, DV=dv, BV=padded(dv), BN=SPLITS, num_warps=4)
     return out, z

@@ -7,6 +7,7 @@ import triton
 from torch import Tensor
 from torch.backends.cuda import SDPAParams
 
+from ...triton.plan import limits_of, padded
 from ..config import CarriedConfig, Options
 from ..layout import by_token
 from . import settings
@@ -25,6 +26,13 @@ def refusal(q: Tensor, k: Tensor, v: Tensor, config: CarriedConfig) -> str | Non
         return f"q is {q.dtype}; the kernels take fp16, bf16 and fp32"
     if max(q.shape[-1], v.shape[-1]) > 256:
         return f"head widths are {q.shape[-1]} and {v.shape[-1]}; the kernels take up to 256"
+    count = 1 if config.plan == "stored" else min(config.layers, MOST)
+    width, shared = padded(max(q.shape[-1], v.shape[-1])), limits_of(q.device).shared
+    if settings.lacking(width, q.element_size(), config.tile, count, shared):
+        return (
+            f"a program has {shared} bytes of shared memory, too few to sum the scores of {count} layer(s) of "
+            f"{q.dtype}, {width} wide; plan='stored' sums one"
+        )
     if config.layers > MOST and config.plan != "stored":
         return f"layers is {config.layers}; the kernels sum up to {MOST}, any number with plan='stored'"
     for name, dtype in (("carry_dtype", config.carry_dtype), ("grad_dtype", config.grad_dtype)):

@@ -14,7 +14,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from ...triton.direct import Prepared
 from ...triton.launch import cdiv
 from ...triton.masks import dropping
-from ...triton.plan import padded
+from ...triton.plan import limits_of, padded
 from ..config import Options
 from . import settings
 from .backward import keys_from_e, keys_gradient, queries_from_e
@@ -110,7 +110,9 @@ class _Layer:
         self.G, self.planes = self.H // self.Hk, self.B * self.H
         self.BD, self.BV, self.bytes = padded(self.d), padded(self.dv), x.dtype.itemsize
         self.strides = tuple(strides_of(*pair) for pair in ((x.q, x.q_strides), (x.k, x.k_strides), (x.v, x.v_strides)))
-        self.tma = self.bytes < 4 and x.aligned and self._describable(*self.strides)
+        limits = limits_of(x.device)
+        self.dropout, self.shared = opt.dropout_p > 0.0, limits.shared
+        self.tma = limits.descriptors and self.bytes < 4 and x.aligned and self._describable(*self.strides)
         self.closed, self.back = opt.back >= 0, max(opt.back, 0)
         cap = opt.softcap
         scale = opt.scale * LOG2E / opt.divisor
@@ -122,7 +124,7 @@ class _Layer:
             "D": self.d, "DV": self.dv, "BD": self.BD, "BV": self.BV, "S": opt.tile, "DTYPE": TYPES[opt.carry_dtype],
             "TOP": top, "COUNT": x.count, "GAIN": x.gain, "CENTRE": x.centre,
             "ROUND": sum(bool(r) << t for t, r in enumerate(opt.rounded)), "UNIFORM": opt.uniform,
-            "BATCHED": x.batched, "SOFTCAP": cap > 0.0, "DROPOUT": opt.dropout_p > 0.0,
+            "BATCHED": x.batched, "SOFTCAP": cap > 0.0, "DROPOUT": self.dropout,
         }  # fmt: skip
         self.shift = Prepared(
             row_shift, (cdiv(self.Tq, 64), self.planes), (self.strides[0], self.H, self.G, self.Tq),
@@ -167,7 +169,8 @@ class Forward(_Layer):
 
     def __init__(self, x: Facts, enters: bool, writes: bool, sink: bool) -> None:
         super().__init__(x)
-        shape = forward_tiles(self.BD, self.bytes, x.opt.tile, x.count, enters + writes)
+        shape = forward_tiles(max(self.BD, self.BV), self.bytes, x.opt.tile, x.count, enters + writes,
+                              dropout=self.dropout, shared=self.shared)  # fmt: skip
         self.q, self.k, self.v = self.queries(shape.queries), self.keys(shape.keys), self.values(shape.keys)
         self.z = self.packed(self.planes * x.slots, shape.queries, shape.keys)
         meta = self.common | {
@@ -205,8 +208,9 @@ class Backward(_Layer):
         super().__init__(x)
         opt, last = x.opt, x.count - 1
         self.first = 0 if push else last
-        self.shape = shape = backward_tiles(self.BD, self.bytes, opt.tile, 1 if own else x.count,
-                                            (own or enters) + read_e)  # fmt: skip
+        self.shape = shape = backward_tiles(max(self.BD, self.BV), self.bytes, opt.tile, 1 if own else x.count,
+                                            (own or enters) + read_e, dropout=self.dropout,
+                                            shared=self.shared)  # fmt: skip
         self.blocks = x.columns * opt.tile // shape.keys
         # Else one program a query head, whose dK and dV are summed afterwards, in fp32.
         self.group = self.G > 1 and grouped(self.B * self.Hk * self.blocks, x.device)
@@ -232,10 +236,10 @@ class Backward(_Layer):
         self.z = self.packed(self.planes * x.slots, shape.queries, shape.keys)
         self.e = self._of_e(shape)
 
-        self.product = product_tiles(self.BD, self.bytes, opt.tile)
+        self.product = product_tiles(self.BD, self.bytes, opt.tile, shared=self.shared)
         self.product_e, self.product_k = self._of_e(self.product), self.keys(self.product.keys)
         # Queries beyond the last were written as zeros as far as the pass over keys steps, and no further.
-        keyed = product_tiles(self.BD, self.bytes, opt.tile, keyed=True)
+        keyed = product_tiles(self.BD, self.bytes, opt.tile, keyed=True, shared=self.shared)
         self.keyed = keyed = keyed._replace(queries=min(keyed.queries, shape.queries))
         self.keyed_e, self.keyed_q = self._of_e(keyed), self.queries(keyed.queries)
 
