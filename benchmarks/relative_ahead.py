@@ -75,6 +75,10 @@ def perform(job) -> None:
         from relative_memcheck import run_one
 
         run_one(*rest, "meta")
+    elif kind == "linear":
+        from relative_linear import perform as of_linear
+
+        of_linear(*rest)
     elif kind == "numerics":
         from relative_numerics import compile_ours
 

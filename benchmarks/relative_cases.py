@@ -135,8 +135,13 @@ def passes_of(call, do):
     )
 
 
-EXTRA = [("t5", 8192, BRAIN, 64, False), ("deberta", 8192, BRAIN, 64, False), ("t5", 8192, HALF, 64, True),
-         ("txl", 8192, HALF, 64, True), ("t5", 8192, HALF, 128, False), ("txl", 8192, HALF, 128, False)]  # fmt: skip
+EXTRA = [
+    ("t5", 8192, HALF, 128, False), ("t5", 2048, HALF, 128, False), ("shaw", 8192, HALF, 128, False),
+    ("deberta", 8192, HALF, 128, False), ("txl", 8192, HALF, 128, False),
+    *((case, 8192, BRAIN, 64, False) for case in ("t5", "shaw", "deberta", "txl")),
+    *((case, 8192, HALF, 64, True) for case in ("t5", "shaw", "txl")),
+]  # fmt: skip
+"""(case, length, dtype, width, causal) of what is timed beside the usual."""
 
 
 def extra_call(case, N, dtype, d, causal, device):

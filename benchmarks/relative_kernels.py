@@ -124,19 +124,31 @@ def time_all(lengths, record, rounds: int = 4, rep: int = 30, only=MECHANISMS, u
     return wrong
 
 
-def time_extra(record):
-    """Other dtypes, widths and causal masks beside cuDNN under the same."""
+def time_extra(record, until: float = float("inf")) -> int:
+    """Other dtypes, widths and causal masks beside cuDNN under the same; how many failed or had no time left."""
+    wrong = 0
     for case, N, dtype, d, causal in EXTRA:
-        base = cudnn(N, d=d, dtype=dtype, causal=causal)
-        runs = passes_of(*extra_call(case, N, dtype, d, causal, "cuda"))
-        for name, ours, theirs in zip(("forward", "backward"), runs, base, strict=True):
-            medians, samples = steady([("cudnn", theirs), ("tilewise", graphed(ours))], 3, 25)
-            ratio = medians["cudnn"] / medians["tilewise"]
-            record.append(dict(case=case, n=N, **{"pass": name}, system="tilewise", ms=medians["tilewise"], ratio=ratio,
-                               dtype=str(dtype)[6:], head_dim=d, causal=causal, heads=12, tokens=16384,
-                               samples=samples["tilewise"], cudnn_samples=samples["cudnn"]))  # fmt: skip
-            print(f"extra {case} N={N} {str(dtype)[6:]} d={d} causal={causal} {name}: {medians['tilewise']:.3f} ms, "
-                  f"ratio {ratio:.2f}", flush=True)  # fmt: skip
+        name = f"extra {case} N={N} {str(dtype)[6:]} d={d} causal={causal}"
+        if time.time() > until:
+            wrong += 1
+            print(f"{name}: no time left", flush=True)
+            continue
+        try:
+            base = cudnn(N, d=d, dtype=dtype, causal=causal)
+            runs = passes_of(*extra_call(case, N, dtype, d, causal, "cuda"))
+            for pass_, ours, theirs in zip(("forward", "backward"), runs, base, strict=True):
+                medians, samples = steady([("cudnn", theirs), ("tilewise", graphed(ours))], 3, 20)
+                ratio = medians["cudnn"] / medians["tilewise"]
+                record.append(dict(case=case, n=N, **{"pass": pass_}, system="tilewise", ms=medians["tilewise"],
+                                   ratio=ratio, dtype=str(dtype)[6:], head_dim=d, causal=causal, heads=12,
+                                   tokens=16384, samples=samples["tilewise"],
+                                   cudnn_samples=samples["cudnn"]))  # fmt: skip
+                print(f"{name} {pass_}: {medians['tilewise']:.3f} ms, ratio {ratio:.2f}", flush=True)
+        except Exception as error:
+            wrong += 1
+            print(f"{name} failed: {type(error).__name__} {str(error)[-300:]}", flush=True)
+        torch.cuda.empty_cache()
+    return wrong
 
 
 def profile(lengths, only=MECHANISMS):
@@ -187,7 +199,7 @@ def main():
         if "time" in arguments.what:
             wrong += time_all(lengths, result["timings"], only=only, until=until)
         if "extra" in arguments.what:
-            time_extra(result["timings"])
+            wrong += time_extra(result["timings"], until)
         if "profile" in arguments.what:
             result["profile"] = profile([n for n in lengths if n in (512, 2048, 8192)], only)
         if "tune" in arguments.what:

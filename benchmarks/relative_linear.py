@@ -1,57 +1,64 @@
 """The Hopper kernels that skew in registers: checks against the fp64 oracle, then times beside the others and cuDNN.
 
-    python benchmarks/relative_linear.py --out results.json
-    python benchmarks/relative_linear.py --only banded,times --out results.json
+    python benchmarks/relative_linear.py --out results.json --seconds 100
+    python benchmarks/relative_linear.py --only split,times --out results.json
 
 Checks (:mod:`relative_linear_checks`; the kernels that ran are looked at, so a silent fallback is a failure): all
 gradients of banded terms and of Transformer-XL, O and lse of DeBERTa and single OnQuery terms, at lengths of at least
 four times the band and lengths that no tile divides, causal, window, lengths, packed, holes, grouped heads, Tq ≠ Tk,
-bf16, a backward in several shares; each twice, compared bit for bit. Times: CUDA graphs, L2 flushed, rounds interleaved
-with the other kernels and with cuDNN's attention without any term. The whole run stops itself after --seconds.
+bf16, a backward in several shares, one with a kernel of its own for saturated keys; each twice, compared bit for bit.
+Times: CUDA graphs, L2 flushed, rounds interleaved with the other kernels and with cuDNN's attention without any term.
+The whole run stops itself after --seconds.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
-import os
 import sys
 import time
 from pathlib import Path
 
 import torch
 from processes import isolated
+from relative_ahead import precompile
 from relative_cases import label, passes_of, timed_call
 from relative_linear_checks import OTHERS, check, checks, recorded, registers
 
 LENGTHS = (8192, 2048, 512, 128)
-DEFAULT = ("banded", "txl", "forward", "times")
+DEFAULT = ("split", "banded", "txl", "forward", "times")
 GROUPS = (*DEFAULT, "wide")
 CASES = ("shaw", "deberta", "txl")
 VARIANTS = {
     "as committed": {},
-    "2 stages": {"QUERIES_ALONE": (2, None), "KEYS_ALONE": (2, None)},
-    "3 programs": {"KEYS_ALONE": (2, 168)},
+    "whole": {"SPLIT_FROM": None},
+    "split": {"SPLIT_FROM": 0},
+    "3 stages beside": {"SIDES": (3, None)},
+    "2 keys' stages": {"KEYS_ALONE": (2, None), "QUERIES_ALONE": (3, None), "SPLIT_FROM": None},
     "320 MiB of dG": {"BUDGET": 320 << 20},
     "1 GiB of dG": {"BUDGET": 1 << 30},
     "wide": {"WIDTHS": (64, 128)},
 }
 TRIED = [
-    ("shaw", "2 stages"),
-    ("shaw", "3 programs"),
-    ("deberta", "320 MiB of dG"),
-    ("txl", "320 MiB of dG"),
-    ("txl", "1 GiB of dG"),
+    ("shaw", "whole", (8192, 2048)),
+    ("shaw", "3 stages beside", (8192, 2048)),
+    ("shaw", "2 keys' stages", (8192,)),
+    ("shaw", "split", (512,)),
+    ("deberta", "whole", (8192,)),
+    ("deberta", "split", (2048,)),
+    ("txl", "1 GiB of dG", (8192, 2048)),
 ]
-"""Variants of the backward beside the committed one."""
+"""Variants of the backward beside the committed one, and the lengths at which they are another one.
+
+`whole`: saturated keys in the pass over the band's; `2 keys' stages`: whole, and three stages over queries.
+"""
 
 
 def plan(N: int, d: int) -> list:
     """(case, new kernels, variant) of what is timed beside cuDNN."""
     whole = "as committed" if d == 64 else "wide"
     jobs = [(case, new, whole) for case in CASES for new in (False, True)]
-    return jobs + [(case, True, variant) for case, variant in TRIED if N >= 2048 and d == 64]
+    return jobs + [(case, True, variant) for case, variant, lengths in TRIED if N in lengths and d == 64]
 
 
 def label_of(case: str, new: bool, variant: str, d: int) -> str:
@@ -80,63 +87,22 @@ def timed(case: str, N: int, device: str, new: bool, d: int = 64):
     return forward, backward
 
 
-def compile_one(job):
-    """Compile what a job will launch, in a process without a GPU context."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-
-    from tilewise.bench.ahead import make_ready
-    from tilewise.triton.launch import launcher
-
-    class Hopper:
-        get_current_target = staticmethod(lambda: GPUTarget("cuda", 90, 32))
-        get_current_device = staticmethod(lambda: 0)
-        get_current_stream = staticmethod(lambda device=None: 0)
-        get_active_torch_device = staticmethod(lambda: torch.device("cpu"))
-        is_active = staticmethod(lambda: True)
-
-    triton.runtime.driver.set_active(Hopper())
-    if len(launcher) == 1:
-        launcher.append(make_ready)
-    torch.set_num_threads(1)
-    start = time.time()
-    try:
-        if job[0] == "check":
-            one, backward, shares = job[1]
-            check(one, "meta", backward, shares)
-        else:
-            _, N, d, case, new, variant = job
-            with registers(new, **VARIANTS[variant]):
-                for run in timed(case, N, "meta", new, d):
-                    run()
-    except Exception as error:
-        return job, time.time() - start, f"{type(error).__name__}: {str(error)[-600:]}"
-    return job, time.time() - start, None
-
-
-def precompile(jobs, seconds: float) -> int:
-    start, done, failed = time.time(), 0, 0
-    with multiprocessing.get_context("spawn").Pool(min(16, os.cpu_count(), len(jobs))) as pool:
-        results = pool.imap_unordered(compile_one, jobs)
-        try:
-            for _ in jobs:
-                job, took, error = results.next(timeout=max(0.1, seconds - (time.time() - start)))
-                done += 1
-                if error:
-                    failed += 1
-                    print("compile failed", job, f"{took:.0f} s", error, flush=True)
-        except multiprocessing.TimeoutError:
-            print("compilation stopped at its limit", flush=True)
-    print(f"compiled {done} of {len(jobs)} jobs in {time.time() - start:.0f} s", flush=True)
-    return failed
+def perform(kind: str, *rest) -> None:
+    """Everything that a check or a time will launch, on meta tensors, for :func:`relative_ahead.perform`."""
+    if kind == "check":
+        return check(rest[0], "meta", *rest[1:])
+    N, d, case, new, variant = rest
+    with registers(new, **VARIANTS[variant]):
+        for run in timed(case, N, "meta", new, d):
+            run()
 
 
 def run_checks(record, wanted, until: float) -> int:
-    """Each check in a process of its own: after one illegal instruction all later ones of its process fail, too."""
+    """Eight processes: after an illegal instruction all later checks of its process would fail, so it takes none."""
     wrong = 0
-    jobs = [(job, "cuda", backward, shares) for job, backward, shares in wanted]
-    for (job, _, backward, shares), budgets, error in isolated(check, jobs, until, 8):
-        name = label(*job, 0.0) + ("" if backward else " forward") + (" shares" if shares else "")
+    jobs = [(job, "cuda", *rest) for job, *rest in wanted]
+    for (job, _, backward, variant), budgets, error in isolated(check, jobs, until, 8):
+        name = label(*job, 0.0) + ("" if backward else " forward") + (f" {variant}" if variant else "")
         if error is None:
             bad = [b for b in budgets if not b.ok]
             record.append(dict(case=name, ok=not bad, budgets=[vars(b) for b in budgets]))
@@ -226,8 +192,8 @@ def main():
     lengths = [int(n) for n in arguments.lengths.split(",")] if "times" in only else []
     wanted = checks(only)
     cells = [(n, 64) for n in lengths] + ([(8192, 128), (2048, 128)] if "wide" in only else [])
-    jobs = [("check", one) for one in wanted]
-    jobs += [("time", N, d, *one) for N, d in sorted(cells, reverse=True) for one in plan(N, d)]
+    jobs = [("linear", "time", N, d, *one) for N, d in sorted(cells, reverse=True) for one in plan(N, d)]
+    jobs += [("linear", "check", *one) for one in wanted]
     failed = precompile(jobs, arguments.compile_seconds)
     if arguments.only_compile:
         sys.exit(1 if failed else 0)
@@ -237,7 +203,7 @@ def main():
                   time=time.strftime("%Y-%m-%d"), checks=[], timings=[])  # fmt: skip
     wrong = 1
     try:
-        wrong = run_checks(result["checks"], wanted, start + 0.75 * arguments.seconds)
+        wrong = run_checks(result["checks"], wanted, start + 0.7 * arguments.seconds)
         result["gpu"] = torch.cuda.get_device_properties(0).name
         wrong += run_times(result["timings"], cells, start + arguments.seconds - 12.0)
         print(f"{sum(c['ok'] for c in result['checks'])} of {len(wanted)} checks within budget, "

@@ -13,6 +13,8 @@ import processes
 import relative_ablations as ablations
 import relative_ahead
 import relative_all
+import relative_linear
+import relative_linear_checks
 import relative_memcheck
 from relative_cases import passes_of, timed_call
 from relative_memcheck import JOBS
@@ -168,11 +170,26 @@ def test_memory_checks_can_be_compiled_beforehand(noted):
         ("check", 21), ("time", "none", 256), ("scaling", "t5", 256), ("ablation", "kept", "shaw", 512),
         ("memcheck", 2, "keep"), ("numerics", "alibi", "float32-tf32", 128),
         ("tune", "forward", "t5", (64, 64, 4, 3, 2), 512), ("extra", 0),
+        ("linear", "time", 512, 64, "shaw", True, "split"), ("linear", "time", 512, 64, "txl", False, "as committed"),
+        ("linear", "check", *relative_linear_checks.checks(("split",))[0]),
     ],
 )  # fmt: skip
 def test_every_job_can_be_compiled_ahead(noted, job):
     relative_ahead.perform(job)
     assert len(noted) >= 2 or job[0] == "tune"
+
+
+def test_variants_of_the_backward_are_other_ones(noted):
+    kernels = {}
+    for case, new, variant in relative_linear.plan(8192, 64):
+        noted.clear()
+        relative_ahead.perform(("linear", "time", 8192, 64, case, new, variant))
+        kernels[case, new, variant] = [(kernel, sorted(meta.items(), key=str)) for kernel, _, meta in noted]
+    for case, new, variant in kernels:
+        if variant != "as committed":
+            assert str(kernels[case, new, variant]) != str(kernels[case, new, "as committed"]), (case, variant)
+    assert "side_pass" in str(kernels["shaw", True, "as committed"])
+    assert "side_pass" not in str(kernels["shaw", True, "whole"])
 
 
 def test_processes_share_the_kernels_out(monkeypatch, tmp_path):
