@@ -19,8 +19,9 @@ def run(*args, **env):
     return done.stdout
 
 
-def test_kernels_under_the_interpreter():
-    out = run("-m", "pytest", HERE / "depth_interpreted.py", "-p", "no:cacheprovider", TRITON_INTERPRET="1")
+@pytest.mark.parametrize("file", ["depth_interpreted.py", "fp32_chains_interpreted.py"])
+def test_kernels_under_the_interpreter(file):
+    out = run("-m", "pytest", HERE / file, "-p", "no:cacheprovider", TRITON_INTERPRET="1")
     assert " passed" in out
     assert "skipped" not in out
 

@@ -25,6 +25,30 @@ def sum6(a0, a1, a2, a3, a4, a5, b0, b1, b2, b3, b4, b5):
 
 
 @triton.jit
+def rstd(total, eps, D: tl.constexpr, EXACT: tl.constexpr):
+    """1 / sqrt(total / D + eps). EXACT, for fp32: with a Newton step, and 1 / D as a factor.
+
+    The approximate root and quotient are off by 2^-23 of themselves, by which a score s would be off by 2^-23 s.
+    """
+    if EXACT:
+        x = total * (1.0 / D) + eps
+        r = tl.rsqrt(x)
+        return tl.fma(0.5 * r, tl.fma(-x * r, r, 1.0), r)
+    return tl.rsqrt(total / D + eps)
+
+
+@triton.jit
+def add_kept(total, part, lost):
+    """(total + part + lost rounded, what that rounding took away), a compensated sum.
+
+    A GPU adds the products of an fp32 dot one after another: without this a sum over d is one chain of d additions.
+    """
+    part += lost
+    new = total + part
+    return new, part - (new - total)
+
+
+@triton.jit
 def aligned(table, j, DTYPE: tl.constexpr):
     """Pointer j of a table of int64 addresses; the host checked that each is a multiple of 16 bytes."""
     return tl.multiple_of(tl.load(table + j).to(tl.pointer_type(DTYPE)), 16)

@@ -119,7 +119,8 @@ def _scores(v: Sequence[Tensor] | None, add, q, eps, s, r) -> None:
     if splits > 1:
         grid = (config.cdiv(T, 128), n, S)
         strides = s.stride(0), s.stride(1)
-        start(finish_kernel, grid, s_out, r_out, s, r, T, n, S, splits, *strides, eps, D=d, B=128, num_warps=4)
+        how = {"EXACT": like.dtype == torch.float32, "D": d, "B": 128, "num_warps": 4}
+        start(finish_kernel, grid, s_out, r_out, s, r, T, n, S, splits, *strides, eps, **how)
 
 
 def scores(sources, q, eps, out=None):

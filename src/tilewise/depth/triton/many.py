@@ -7,7 +7,7 @@ over d and each is read once.
 import triton
 import triton.language as tl
 
-from tilewise.depth.triton.common import source_rows
+from tilewise.depth.triton.common import rstd, source_rows
 
 
 @triton.jit(do_not_specialize=["T", "n", "S", "s_stride_q", "s_stride_n", "span"])
@@ -163,5 +163,5 @@ def read_kernel(
             h += a3 * v3.to(tl.float32)
     if NORM:
         w = tl.load(w_ptr + c, mask=m, other=0.0, eviction_policy="evict_last").to(tl.float32)
-        h = h * tl.rsqrt(tl.sum(h * h, 0) / D + output_eps) * w
+        h = h * rstd(tl.sum(h * h, 0), output_eps, D, dtype == tl.float32) * w
     tl.store(y_ptr + t * D + c, h.to(dtype), mask=m)

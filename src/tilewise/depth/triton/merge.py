@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from tilewise.depth.triton.common import sum2, sum4, sum6
+from tilewise.depth.triton.common import rstd, sum2, sum4, sum6
 
 
 @triton.jit
@@ -57,7 +57,7 @@ def merge_fwd_kernel(
             pp, pq, oo, op = tl.reduce((p * p, p * q, h * h, h * p), 0, sum4)
         else:
             pp, pq = tl.reduce((p * p, p * q), 0, sum2)
-        pi = 1.0 / (1.0 + tl.exp(lse - pq * tl.rsqrt(pp / D + eps)))
+        pi = 1.0 / (1.0 + tl.exp(lse - pq * rstd(pp, eps, D, dtype == tl.float32)))
         h = h + pi * (p - h)
     else:
         h = h.to(tl.float32)
@@ -68,7 +68,7 @@ def merge_fwd_kernel(
             hh = tl.maximum((1 - pi) * (1 - pi) * oo + 2 * pi * (1 - pi) * op + pi * pi * pp, 0.0)
         else:
             hh = tl.sum(h * h, 0)
-        h = h * tl.rsqrt(hh / D + output_eps) * w.to(tl.float32)
+        h = h * rstd(hh, output_eps, D, dtype == tl.float32) * w.to(tl.float32)
     tl.store(y_ptr + row, h.to(dtype), mask=m)
 
 
@@ -124,14 +124,14 @@ def merge_bwd_kernel(
                 dp = tl.load(dp_ptr + row, mask=m, other=0.0).to(tl.float32)
             lse = tl.load(lse_ptr + t)
             pp, pq, oo, op, ow, pw = tl.reduce((p * p, p * q, o * o, o * p, o * wdy, p * wdy), 0, sum6)
-            rp = tl.rsqrt(pp / D + eps)
+            rp = rstd(pp, eps, D, dtype == tl.float32)
             s = pq * rp
             pi = 1.0 / (1.0 + tl.exp(lse - s))
             qi = 1.0 - pi
             h = o + pi * (p - o)
             if NORM:
                 hh = tl.maximum(qi * qi * oo + 2 * pi * qi * op + pi * pi * pp, 0.0)
-                rh = tl.rsqrt(hh / D + output_eps)
+                rh = rstd(hh, output_eps, D, dtype == tl.float32)
                 k = rh * rh * (qi * ow + pi * pw) / D
                 dw += h * rh * dy
                 dh = (wdy - h * k) * rh
@@ -150,7 +150,7 @@ def merge_bwd_kernel(
             dh = wdy
             if NORM:
                 hh, hw = tl.reduce((o * o, o * wdy), 0, sum2)
-                rh = tl.rsqrt(hh / D + output_eps)
+                rh = rstd(hh, output_eps, D, dtype == tl.float32)
                 dw += o * rh * dy
                 dh = (wdy - o * (rh * rh * hw / D)) * rh
             tl.store(do_ptr + row, dh.to(dtype), mask=m)

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from tilewise.depth.triton.common import sum2, sum4
+from tilewise.depth.triton.common import rstd, sum2, sum4
 
 
 @triton.jit(do_not_specialize=["s_stride_n"])
@@ -61,12 +61,12 @@ def merge_sources_kernel(
             pp, pq, oo, op = tl.reduce((p * p, p * q, h * h, h * p), 0, sum4)
         else:
             pp, pq = tl.reduce((p * p, p * q), 0, sum2)
-        pi = 1.0 / (1.0 + tl.exp(mx + tl.log(l) - pq * tl.rsqrt(pp / D + eps)))
+        pi = 1.0 / (1.0 + tl.exp(mx + tl.log(l) - pq * rstd(pp, eps, D, dtype == tl.float32)))
         h = h + pi * (p - h)
     if NORM:
         if ONE_REDUCTION and PREFIX > 0:
             hh = tl.maximum((1 - pi) * (1 - pi) * oo + 2 * pi * (1 - pi) * op + pi * pi * pp, 0.0)
         else:
             hh = tl.sum(h * h, 0)
-        h = h * tl.rsqrt(hh / D + output_eps) * w.to(tl.float32)
+        h = h * rstd(hh, output_eps, D, dtype == tl.float32) * w.to(tl.float32)
     tl.store(y_ptr + row, h.to(dtype), mask=m)

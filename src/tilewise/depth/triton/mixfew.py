@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from tilewise.depth.triton.common import source_rows, sum2
+from tilewise.depth.triton.common import rstd, source_rows, sum2
 
 
 @triton.jit(do_not_specialize=["n"])
@@ -67,11 +67,11 @@ def mix_few_kernel(
         p = p.to(tl.float32)
     wide = v.to(tl.float32)
     vv, vq = tl.reduce((wide * wide, wide * q[None, :]), 1, sum2)
-    s = tl.where(live, vq * tl.rsqrt(vv / D + eps), -float("inf"))
+    s = tl.where(live, vq * rstd(vv, eps, D, dtype == tl.float32), -float("inf"))
     mx = tl.max(s, 0)
     if PREFIX > 0:
         pp, pq = tl.reduce((p * p, p * q), 0, sum2)
-        sp = pq * tl.rsqrt(pp / D + eps)
+        sp = pq * rstd(pp, eps, D, dtype == tl.float32)
         mx = tl.maximum(mx, sp)
     e = tl.exp(s - mx)
     l = tl.sum(e, 0)
@@ -82,5 +82,5 @@ def mix_few_kernel(
         h += e * p
     h = h / l
     if NORM:
-        h = h * tl.rsqrt(tl.sum(h * h, 0) / D + output_eps) * w.to(tl.float32)
+        h = h * rstd(tl.sum(h * h, 0), output_eps, D, dtype == tl.float32) * w.to(tl.float32)
     tl.store(y_ptr + t * D + c, h.to(dtype), mask=m)

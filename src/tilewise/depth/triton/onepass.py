@@ -7,15 +7,16 @@ program and added up in a fixed order.
 import triton
 import triton.language as tl
 
-from tilewise.depth.triton.common import aligned, sum2, sum3
+from tilewise.depth.triton.common import aligned, rstd, sum2, sum3
 
 
 @triton.jit
 def _take(v, q, mx, l, o, eps, D: tl.constexpr):
     """One step of the online softmax with source v."""
+    exact: tl.constexpr = v.dtype == tl.float32
     v = v.to(tl.float32)
     vv, vq = tl.reduce((v * v, v * q), 0, sum2)
-    s = vq * tl.rsqrt(vv / D + eps)
+    s = vq * rstd(vv, eps, D, exact)
     new = tl.maximum(mx, s)
     old = tl.exp(mx - new)
     e = tl.exp(s - new)
@@ -100,7 +101,7 @@ def mix_fwd_kernel(
     h = o / l
     if NORM:
         w = tl.load(w_ptr + c, mask=m, other=0.0, eviction_policy="evict_last").to(tl.float32)
-        h = h * tl.rsqrt(tl.sum(h * h, 0) / D + output_eps) * w
+        h = h * rstd(tl.sum(h * h, 0), output_eps, D, dtype == tl.float32) * w
     tl.store(y_ptr + t * D + c, h.to(dtype), mask=m)
 
 
@@ -111,9 +112,10 @@ def _give(v, q, h, dh, mx, l, eps, D: tl.constexpr):
     The difference is taken before the sum: with correlated sources <dh, v> and <dh, h> cancel, v - h does not round.
     It is exactly 0 for a source that is alone.
     """
+    exact: tl.constexpr = v.dtype == tl.float32
     v = v.to(tl.float32)
     vv, vq, g = tl.reduce((v * v, v * q, (v - h) * dh), 0, sum3)
-    r = tl.rsqrt(vv / D + eps)
+    r = rstd(vv, eps, D, exact)
     s = vq * r
     a = tl.exp(s - mx) / l
     ds = a * g
@@ -176,7 +178,7 @@ def mix_bwd_kernel(
             w = tl.load(w_ptr + c, mask=m, other=0.0).to(tl.float32)
             wdy = w * dh
             hh, hw = tl.reduce((h * h, h * wdy), 0, sum2)
-            rh = tl.rsqrt(hh / D + output_eps)
+            rh = rstd(hh, output_eps, D, dtype == tl.float32)
             dw += h * rh * dh
             dh = (wdy - h * (rh * rh * hw / D)) * rh
         for j in tl.static_range(N):

@@ -8,14 +8,15 @@ register operands. Both products are small next to the memory traffic.
 import triton
 import triton.language as tl
 
-from tilewise.depth.triton.common import source_rows
+from tilewise.depth.triton.common import add_kept, rstd, source_rows
 
 
 @triton.jit
 def _rows_of(
-    base, update, prefix, block, rows, c, t, T, write, vv, ADD: tl.constexpr, GRAM: tl.constexpr, D: tl.constexpr
-):
-    """A tile of source rows, read or summed (and written), and `vv` plus its sums of squares.
+    base, update, prefix, block, rows, c, t, T, write, vv, vv_lost, ADD: tl.constexpr, LOW: tl.constexpr,
+    GRAM: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
+    """A tile of source rows, read or summed (and written), and `vv` plus its sums of squares (fp32: compensated).
 
     GRAM (1 or 2) keeps v v^T, whose diagonal these are: a tile that only feeds products goes from memory to the tensor
     cores without a change of layout.
@@ -32,18 +33,23 @@ def _rows_of(
         vv = tl.dot(v, tl.trans(v), vv, input_precision="ieee")
     else:
         wide = v.to(tl.float32)
-        vv += tl.sum(wide * wide, 1)
-    return v, vv
+        if LOW:
+            vv += tl.sum(wide * wide, 1)
+        else:
+            vv, vv_lost = add_kept(vv, tl.sum(wide * wide, 1), vv_lost)
+    return v, vv, vv_lost
 
 
 @triton.jit
-def _put_scores(s_at, r_at, acc, vv, t, sq, T, S, first, eps, SPLIT: tl.constexpr, D: tl.constexpr):
+def _put_scores(
+    s_at, r_at, acc, vv, t, sq, T, S, first, eps, SPLIT: tl.constexpr, EXACT: tl.constexpr, D: tl.constexpr
+):
     sm = (sq < S)[None, :] & (t < T)[:, None]
     if SPLIT:
         tl.store(s_at + t[:, None], acc, mask=sm)
         tl.store(r_at + t, vv, mask=(t < T) & first)
     else:
-        r = tl.rsqrt(vv / D + eps)
+        r = rstd(vv, eps, D, EXACT)
         tl.store(s_at + t[:, None], acc * r[:, None], mask=sm)
         tl.store(r_at + t, r, mask=(t < T) & first)
 
@@ -84,6 +90,8 @@ def scores_kernel(
 ):
     """s[q, j, t] = rstd(v_j[t]) <v_j[t], Q_q>, Q = q_high + q_low. ADD: v = prefix + update, written to `block`.
 
+    LOW: 16 bits, with a low part of the queries; without it fp32, whose sums over tiles are compensated.
+
     A program takes SUB tiles of BT tokens, which share each tile of queries. SPLIT: program axis 2 also splits d; raw
     partial sums go to s_ptr and r_ptr at part strides, for `finish_kernel`.
     """
@@ -98,6 +106,8 @@ def scores_kernel(
         vv = tl.zeros([BT, BT], tl.float32)
     else:
         vv = tl.zeros([BT], tl.float32)
+    lost = acc
+    vv_lost = vv
     if ADD:
         rows = t.to(tl.int64) * D
     else:
@@ -105,24 +115,34 @@ def scores_kernel(
     if SUB == 2:
         acc2 = acc
         vv2 = vv
+        lost2 = acc
+        vv_lost2 = vv
         rows2 = rows + (BT * D if ADD else BT * row_stride8 * 8)
     # `chunk` counts tiles of BK columns: only so does the compiler know the alignment and copy 16 bytes at a time.
     for i in tl.range(part * chunk, tl.minimum(part * chunk + chunk, tl.cdiv(D, BK)), num_stages=STAGES):
         k = i * BK
-        v, vv = _rows_of(base, update, prefix, block, rows, k + ck, t, T, q0 == 0, vv, ADD, GRAM, D)
+        v, vv, vv_lost = _rows_of(
+            base, update, prefix, block, rows, k + ck, t, T, q0 == 0, vv, vv_lost, ADD, LOW, GRAM, D
+        )
         if SUB == 2:
-            v2, vv2 = _rows_of(base, update, prefix, block, rows2, k + ck, t + BT, T, q0 == 0, vv2, ADD, GRAM, D)
+            v2, vv2, vv_lost2 = _rows_of(
+                base, update, prefix, block, rows2, k + ck, t + BT, T, q0 == 0, vv2, vv_lost2, ADD, LOW, GRAM, D
+            )
         qm = (sq < S)[:, None] & (k + ck < D)[None, :]
         qat = sq[:, None].to(tl.int64) * D + (k + ck)[None, :]
         qh = tl.trans(tl.load(q_high + qat, mask=qm, other=0.0, eviction_policy="evict_last"))
-        acc = tl.dot(v, qh, acc, input_precision="ieee")
-        if SUB == 2:
-            acc2 = tl.dot(v2, qh, acc2, input_precision="ieee")
         if LOW:
+            acc = tl.dot(v, qh, acc, input_precision="ieee")
+            if SUB == 2:
+                acc2 = tl.dot(v2, qh, acc2, input_precision="ieee")
             ql = tl.trans(tl.load(q_low + qat, mask=qm, other=0.0, eviction_policy="evict_last"))
             acc = tl.dot(v, ql, acc, input_precision="ieee")
             if SUB == 2:
                 acc2 = tl.dot(v2, ql, acc2, input_precision="ieee")
+        else:
+            acc, lost = add_kept(acc, tl.dot(v, qh, input_precision="ieee"), lost)
+            if SUB == 2:
+                acc2, lost2 = add_kept(acc2, tl.dot(v2, qh, input_precision="ieee"), lost2)
     if GRAM:
         same = tl.arange(0, BT)[:, None] == tl.arange(0, BT)[None, :]
         vv = tl.sum(tl.where(same, vv, 0.0), 1)
@@ -133,15 +153,16 @@ def scores_kernel(
     if SPLIT:
         s_at += part.to(tl.int64) * part_stride
         r_at += part.to(tl.int64) * r_part_stride
-    _put_scores(s_at, r_at, acc, vv, t, sq, T, S, q0 == 0, eps, SPLIT, D)
+    _put_scores(s_at, r_at, acc, vv, t, sq, T, S, q0 == 0, eps, SPLIT, not LOW, D)
     if SUB == 2:
-        _put_scores(s_at, r_at, acc2, vv2, t + BT, sq, T, S, q0 == 0, eps, SPLIT, D)
+        _put_scores(s_at, r_at, acc2, vv2, t + BT, sq, T, S, q0 == 0, eps, SPLIT, not LOW, D)
 
 
 @triton.jit(do_not_specialize=["T", "N", "S", "splits", "s_stride_q", "s_stride_n"])
 def finish_kernel(
-    s_part, r_part, s_ptr, r_ptr, T, N, S, splits, s_stride_q, s_stride_n, eps, D: tl.constexpr, B: tl.constexpr
-):
+    s_part, r_part, s_ptr, r_ptr, T, N, S, splits, s_stride_q, s_stride_n, eps, EXACT: tl.constexpr, D: tl.constexpr,
+    B: tl.constexpr,
+):  # fmt: skip
     """Add the partial sums of a split `scores_kernel` in order: one program a (query, source, token tile)."""
     j = tl.program_id(1)
     q = tl.program_id(2)
@@ -152,7 +173,7 @@ def finish_kernel(
     for k in range(splits):
         s += tl.load(s_part + ((k * S + q).to(tl.int64) * N + j) * T + t, mask=m, other=0.0)
         vv += tl.load(r_part + (k * N + j).to(tl.int64) * T + t, mask=m, other=0.0)
-    r = tl.rsqrt(vv / D + eps)
+    r = rstd(vv, eps, D, EXACT)
     tl.store(s_ptr + q.to(tl.int64) * s_stride_q + j.to(tl.int64) * s_stride_n + t, s * r, mask=m)
     tl.store(r_ptr + j.to(tl.int64) * T + t, r, mask=m & (q == 0))
 

@@ -8,7 +8,7 @@ Left operands of dots have at most 32 rows for the reason given in `phase1`.
 import triton
 import triton.language as tl
 
-from tilewise.depth.triton.common import source_rows
+from tilewise.depth.triton.common import add_kept, source_rows
 
 
 @triton.jit(do_not_specialize=["T", "n", "S"])
@@ -49,12 +49,16 @@ def inner_kernel(
     dos = source_rows(do_ptr, do_table, tl.where(okm, ms, 0), tl.where(okm, mt, 0), do_stride8, D // 8, DO_TABLE)
     ck = tl.arange(0, BK)
     acc = tl.zeros([M, R], tl.float32)
+    lost = acc
     for k in tl.range(0, D, BK, num_stages=STAGES):
         k = tl.multiple_of(k, BK)
         kc = (k + ck < D)[None, :]
         v = tl.load(rows[:, None] + (k + ck)[None, :], mask=okr[:, None] & kc, other=0.0)
         do = tl.load(dos[:, None] + (k + ck)[None, :], mask=okm[:, None] & kc, other=0.0)
-        acc = tl.dot(do, tl.trans(v), acc, input_precision="ieee")
+        if v.dtype == tl.float32:
+            acc, lost = add_kept(acc, tl.dot(do, tl.trans(v), input_precision="ieee"), lost)
+        else:
+            acc = tl.dot(do, tl.trans(v), acc, input_precision="ieee")
     hit = (a % BT)[:, None] == (b % BT)[None, :]
     at = (ms[:, None].to(tl.int64) * n + j[None, :]) * T + mt[:, None]
     tl.store(g_ptr + at, acc, mask=hit & okm[:, None] & okr[None, :])
