@@ -31,7 +31,9 @@ from relative_checks import call_of, dense, names_of, run, verdicts  # noqa: E40
 from tensor_cores import NearestTF32, cut_operands  # noqa: E402
 
 import tilewise.triton.plan as plan  # noqa: E402
-from tilewise import Options, triton  # noqa: E402
+from tilewise import Mask, Options, rows, triton  # noqa: E402
+from tilewise.call import Call  # noqa: E402
+from tilewise.terms import Port  # noqa: E402
 from tilewise.testing import Sizes  # noqa: E402
 from tilewise.triton.config import Limits  # noqa: E402
 
@@ -132,7 +134,18 @@ def kept() -> list[str]:
     return wrong
 
 
-OTHERS = {"unneeded": unneeded, "kept": kept}
+def cancelling() -> list[str]:
+    """A bias that all scores share has no gradient: with Δ of a dO that was not rounded as dP's is, it had 0.44 here."""
+    cut_operands()
+    generator = torch.Generator().manual_seed(0)
+    q, k = (torch.randn(1, 1, 70, 16, generator=generator) for _ in range(2))
+    port = Port("scalar", rows.clipped(0, 0), torch.zeros(1, 1))
+    call = Call(q, k, torch.ones_like(k), (port,), Mask(), 0.25, 0, options=Options(fp32="tf32"))
+    *_, grads = run(call, torch.full_like(q, 1 + 0.4 * 2**-10), None)
+    return [] if grads[3].abs().max() < 0.02 else [f"the bias's gradient is {grads[3].item():.2e}"]
+
+
+OTHERS = {"unneeded": unneeded, "kept": kept, "cancelling": cancelling}
 
 if __name__ == "__main__":
     for name in sys.argv[1:]:

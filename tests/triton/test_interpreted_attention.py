@@ -15,7 +15,7 @@ SHARDS = (
     ("txl-packed", "shared-heads-dropout", "pointers", "negative-scale", "zero-scale"),
     ("unneeded", "shares", "kept"),
     ("bf16", "beyond"),
-    ("tf32-explicit", "tf32-deberta", "wavlm-sides"),
+    ("tf32-explicit", "tf32-deberta", "wavlm-sides", "cancelling"),
 )
 
 

@@ -44,9 +44,9 @@ class _Backward:
 
     def __init__(self, layout: Layout, do, dlse, o, lse, need, grads):
         self.L = L = layout
-        # dO as products read it, and as it is.
-        self.lse, self.do, self.o = lse, Source(do), Source(o)
-        self.g = L.factor(self.do)
+        # dO as products read it.
+        self.lse, self.o = lse, Source(o)
+        self.g = L.factor(Source(do))
         self.dlse = dlse
         self.need_q, self.need_k, self.need_v = need[:3]
         self.dq, self.dk, self.dv = grads[:3]
@@ -176,8 +176,9 @@ class _Backward:
         # What the shifted factors do not carry: scalars, and queries' own left factors.
         loose = {n: m for n, m in made.items() if n not in self.own and L.ports[n].kind != "key"} if L.sides else {}
         functions, terms, _ = terms_of(L, loose, self.tiles_q, False)
+        # Δ of dO as products read it: of TF32's unrounded dO it would not be the sum of P·dP, and dS would not cancel.
         prepare_rows(
-            L, self.qx, self.kx, self.vx, (self.do, self.o, self.lse, self.dlse, self.stats), self.qtables,
+            L, self.qx, self.kx, self.vx, (self.g, self.o, self.lse, self.dlse, self.stats), self.qtables,
             self.ktables, self.vtables, functions, terms,
         )  # fmt: skip
 
