@@ -8,7 +8,7 @@ import triton.language as tl
 
 from tilewise.triton.launch import cdiv, launch
 from tilewise.triton.masks import BLOCK
-from tilewise.triton.plan import fitted, padded
+from tilewise.triton.plan import Source, fitted, padded
 from tilewise.triton.project import rows_of_tile, stored
 from tilewise.triton.terms import column_rows
 
@@ -56,6 +56,8 @@ def table_by_atomics(self, n, dz, h0, heads):
     width = 1 if scalar else out.shape[2]
     total = torch.zeros(L.H, out.shape[1], width, dtype=torch.float32, device=L.device)
     x = L.k if port.kind == "key" else L.lefts[n]
+    if port.bias is not None:
+        x = Source(x.x + port.bias.to(L.dtype)[:, None])
     TM, CB, warps, _, pack = fitted(self.fold_shape, g.rows, L.B)
     offset, ahead, behind = L.band_args(g)
     tiles, scale = cdiv(g.rows, 8 * TM // pack), 1.0 if scalar else L.call.scale

@@ -90,7 +90,10 @@ def check_one(job, device):
 def timed_call(
     case: str, N: int, device, dtype=HALF, tokens: int = 16384, H: int = 12, d: int = 64, mask=None, **options
 ):
-    """(call, do) of a timed case, drawn on the device; `options` are those of tilewise.Options."""
+    """(call, do) of a timed case, drawn on the device; `options` are those of tilewise.Options.
+
+    Transformer-XL has both of its biases, and their gradients are part of the backward.
+    """
     from tilewise import Mask, Options
     from tilewise.call import Call
     from tilewise.terms import flatten, lower
@@ -113,7 +116,7 @@ def timed_call(
     else:
         arguments = made.arguments(x, s)
         terms, scale = arguments["terms"], arguments["scale"]
-    content, ports = lower(x["q"], flatten(terms))
+    content, ports = lower(x["q"], flatten(terms), biases=True)
     return Call(content, x["k"], x["v"], tuple(ports), mask or Mask(), scale, 0, options=Options(**options)), (
         torch.randn_like(x["q"])
     )

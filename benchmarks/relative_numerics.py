@@ -95,7 +95,7 @@ def compile_ours(name, label, N):
 
     case, sizes = MECHANISMS[name], Sizes(1, 2, 2, N, N, 64, 64, None, published=True)
     x, do = inputs(case, sizes, getattr(torch, label.partition("-")[0]), "meta")
-    content, ports = lower(x["q"], flatten(case.build(x, sizes)))
+    content, ports = lower(x["q"], flatten(case.build(x, sizes)), biases=True)
     options = Options(fp32="tf32" if label.endswith("tf32") else "ieee")
     call = Call(content, x["k"], x["v"], tuple(ports), Mask(), case.scale(64), 0, options=options)
     for run in passes_of(call, do):

@@ -101,6 +101,8 @@ def _hopper(kernel: str, a: dict, programs: int, windows: dict[int, float]) -> t
             windows[_key(buffer)] = rows * buffer.shape[-1] * buffer.element_size()
         written = sum(_size(a[n].base if hasattr(a[n], "base") else a[n], share) for n in outs)
         buffers = [a[n].base if hasattr(a[n], "base") else a[n] for n in stored]
+        # Of the biases' gradients, a sum each for every program.
+        written += programs * 2 * a["D"] * 4 if kernel == "query_pass" and a["BIASED"] else 0.0
         return read + tables + _size(a["stats"], share), written + sum(windows[_key(x)] for x in buffers)
     if kernel == "side_pass":
         # Of the gradients dQ alone, which is read and written.
@@ -124,6 +126,10 @@ def fewest(kernel: str, a: dict, windows: dict[int, float], programs: int) -> tu
     rows = lambda *names: sum(_size(a[n].base if hasattr(a[n], "base") else a[n], share) for n in names)  # noqa: E731
     if kernel == "toeplitz":
         return 0.0, _size(a["slab"])
+    if kernel == "dots":
+        return _size(a["x"]), _size(a["out"])
+    if kernel == "add_parts":
+        return _size(a["parts"]), _size(a["grad"])
     if kernel == "expand":
         return _size(a["table"]), _size(a["out"])
     if kernel == "prepare":

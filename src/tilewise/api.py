@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Iterable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -101,12 +102,15 @@ def attention(
     options = Options() if options is None else options
     if not isinstance(options, Options):
         raise TypeError(f"options is a {type(options).__name__}; expected Options, such as Options(skew='memory')")
-    content, ports = lower(q, terms)
+    content, ports = lower(q, terms, biases=True)
     _check_ports(q, v.shape[3], ports, offset, Tk)
     seed = torch.randint(2**62, (1,), device=q.device) if dropout_p > 0.0 else None
     call = Call(content, k, v, tuple(ports), mask, scale, offset, dropout_p, seed, options)
 
     chosen = _choose(call, impl)
+    if chosen != "triton" and any(port.biased for port in ports):
+        content, ports = lower(q, terms)
+        call = replace(call, q=content, ports=tuple(ports))
     if chosen == "reference":
         o, lse = attention_reference(content, k, v, ports, mask, scale, offset, dropout_p, seed)
     else:

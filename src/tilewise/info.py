@@ -38,7 +38,7 @@ def explain(
         >>> explain(q, q, q)["blocked"]
         []
     """
-    content, ports = t.lower(q, t.flatten(terms))
+    content, ports = t.lower(q, t.flatten(terms), biases=True)
     call = Call(
         content, k, v, tuple(ports), (mask or Mask()).to(q.device),
         q.shape[-1] ** -0.5 if scale is None else scale, k.shape[2] - q.shape[2], dropout_p,

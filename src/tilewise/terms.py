@@ -257,17 +257,31 @@ def Inkling(table: Tensor, left: Tensor) -> OnQuery:
 class Port:
     """One lowered term, as the implementations see it: kind, φ, table [1 or H, R(, d)] and its left factor.
 
-    `left` is [B, H, Tq, d'] for ``query`` (None: the query), [B, H, Tq] for ``scalar`` (None: 1).
+    `left` is [B, H, Tq, d'] for ``query`` (None: the query), [B, H, Tq] for ``scalar`` (None: 1). Where :func:`lower`
+    leaves biases to the kernels, a ``query`` port has `content`, u [H or 1, d], and `bias`, v [H or 1, d]:
+    it adds τ · (u_h·k_j + (q_i + v_h)·table[h, φ(i − j)]).
     """
 
     kind: str
     rows: RowMap
     table: Tensor
     left: Tensor | None = None
+    content: Tensor | None = None
+    bias: Tensor | None = None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The fields that hold tensors, in the order of their gradients."""
+        return tuple(n for n in ("table", "left", "content", "bias") if getattr(self, n) is not None)
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        return (self.table,) if self.left is None else (self.table, self.left)
+        return tuple(getattr(self, name) for name in self.names)
+
+    @property
+    def biased(self) -> bool:
+        """Whether a bias is left to the kernels."""
+        return self.content is not None or self.bias is not None
 
 
 def flatten(terms: Term | Iterable) -> tuple[Term, ...]:
@@ -287,8 +301,13 @@ def flatten(terms: Term | Iterable) -> tuple[Term, ...]:
     return tuple(term for part in terms for term in flatten(part))
 
 
-def lower(q: Tensor, terms: tuple[Term, ...]) -> tuple[Tensor, list[Port]]:
-    """Fold the biases into the query and into left factors: (query of the content product, ports)."""
+def lower(q: Tensor, terms: tuple[Term, ...], biases: bool = False) -> tuple[Tensor, list[Port]]:
+    """Fold the biases into the query and into left factors: (query of the content product, ports).
+
+    `biases`: where the terms are Transformer-XL's and nothing else, leave them to the kernels: no sum with q is formed.
+    """
+    if biases and (port := _transformer_xl(terms)) is not None:
+        return q, [port]
     ports, content = [], q
     for term in terms:
         match term:
@@ -315,9 +334,24 @@ def lower(q: Tensor, terms: tuple[Term, ...]) -> tuple[Tensor, list[Port]]:
     return content, ports
 
 
+def _transformer_xl(terms: tuple[Term, ...]) -> Port | None:
+    """One port for at most one u and an identity-mapped table that the query multiplies; None for other terms."""
+    biases = [t for t in terms if isinstance(t, QueryBias)]
+    tables = [t for t in terms if not isinstance(t, QueryBias)]
+    if len(biases) > 1 or len(tables) != 1 or not isinstance(tables[0], OnQuery):
+        return None
+    term, content = tables[0], biases[0].bias if biases else None
+    if term.rows.kind != "identity" or term.left is not None:
+        return None
+    return Port("query", term.rows, _headed(term.table), None, content, term.bias)
+
+
+_MARKS = {"left": "+", "content": "u", "bias": "v"}
+
+
 def spec_of(ports: list[Port]) -> str:
     """Kinds and maps of the ports as text; with their tensors, :func:`ports_of` gives the ports back."""
-    return ";".join(f"{p.kind}{'' if p.left is None else '+'}={p.rows.spec}" for p in ports)
+    return ";".join(f"{p.kind}:{''.join(_MARKS[n] for n in p.names[1:])}={p.rows.spec}" for p in ports)
 
 
 def ports_of(spec: str, tensors: list[Tensor]) -> list[Port]:
@@ -325,10 +359,10 @@ def ports_of(spec: str, tensors: list[Tensor]) -> list[Port]:
     rest, ports = iter(tensors), []
     for part in spec.split(";") if spec else []:
         kind, rows = part.split("=", 1)
-        table, own = next(rest), kind.endswith("+")
-        kind = kind.removesuffix("+")
+        kind, marks = kind.split(":")
+        table = next(rest)
         rows = parse(rows, table.shape[-1 if kind == "scalar" else -2])
-        ports.append(Port(kind, rows, table, next(rest) if own else None))
+        ports.append(Port(kind, rows, table, **{n: next(rest) for n, mark in _MARKS.items() if mark in marks}))
     return ports
 
 

@@ -49,6 +49,11 @@ JOBS = {
     "shaw-values": ("shaw", sizes(200), "none", HALF, 0.0),
     "deberta-causal": ("deberta", sizes(200), "causal", HALF, 0.0),
     "txl-packed": ("txl", sizes(140), "packed", HALF, 0.0),
+    "txl-heads-dropout": ("txl", sizes(70, 90, H=2, Hk=1, d=20), "dense", HALF, 0.2),
+    "txl-fp32": ("txl", sizes(70), "none", SINGLE, 0.0),
+    "tf32-txl": ("txl", sizes(70), "none", SINGLE, 0.0),
+    "txl-bf16-short": ("txl", sizes(20, B=5), "lengths", BRAIN, 0.0),
+    "txl-pointers": ("txl", sizes(70, H=2), "causal", HALF, 0.0),
     "explicit-holes": ("explicit", sizes(80), "holes", HALF, 0.0),
     "everything": ("everything", sizes(70), "none", HALF, 0.0),
     "wavlm-window": ("wavlm", sizes(200), "window", HALF, 0.0),
@@ -78,7 +83,7 @@ def missed(name: str) -> list[str]:
     if name == "shares":
         # One head at a time, as long sequences do to bound their buffers.
         plan.BUDGET = plan.PROGRAMS = 1
-    if name == "pointers":
+    if name.endswith("pointers"):
         plan.limits_of = lambda device: Limits(166912, False)
     if dtype == BRAIN:
         sys.path.append(str(Path(__file__).parents[1] / "carried"))

@@ -47,15 +47,20 @@ plan.limits_of = lambda device: Limits(232448, True, True)
 
 
 def call_of(kinds, rowmap, Tq, Tk=None, B=1, H=1, Hk=None, dtype=HALF, mask=None, shared=False, own=True, d=64,
-            parameters=None):  # fmt: skip
-    """A call with terms of these kinds on one map; `parameters`: the dtype of tables and left factors, or dtype."""
+            parameters=None, biases=""):  # fmt: skip
+    """A call with terms of these kinds on one map; `parameters`: the dtype of all but q, k and v, or dtype.
+
+    `biases`: of "u" and "v" those that an OnQuery has.
+    """
     generator = torch.Generator().manual_seed(0)
     draw = lambda *shape: torch.randn(shape, generator=generator).to(dtype)  # noqa: E731
     Tk, Hk = Tk or Tq, Hk or H
     q, k, v = draw(B, H, Tq, d), draw(B, Hk, Tk, d), draw(B, Hk, Tk, d)
     ports = [
         Port(kind, rowmap, draw(1 if shared else H, rowmap.size, d).to(parameters or dtype),
-             None if kind == "key" or own else draw(B, H, Tq, d).to(parameters or dtype)) for kind in kinds
+             None if kind == "key" or own else draw(B, H, Tq, d).to(parameters or dtype),
+             *(draw(1 if shared else H, d).to(parameters or dtype) if n in biases else None for n in "uv"))
+        for kind in kinds
     ]  # fmt: skip
     return Call(q, k, v, tuple(ports), mask or Mask(), (3 * d) ** -0.5, Tk - Tq)
 
@@ -77,6 +82,8 @@ JOBS = {
     "identity": lambda: call_of(["query"], rows.identity(199, descending=True), 200, own=False),
     "identity-ascending": lambda: call_of(["query"], rows.identity(150), 130),
     "wide": lambda: call_of(["query", "key"], rows.clipped(-9, 9), 200, d=128),
+    "biases": lambda: biased(200, H=2),
+    "biases-wide": lambda: biased(130, d=128, dtype=BRAIN),
 }
 
 
@@ -94,6 +101,18 @@ GRADIENTS = {
     "gradients-parameters": lambda: txl(100, parameters=torch.float32),
     "gradients-wide": lambda: txl(70, d=128),
     "both-gradients-wide": lambda: call_of(["query", "key"], NEAR, 200, d=128),
+    "biased-gradients": lambda: biased(200),
+    "biased-gradients-heads": lambda: biased(130, H=4, Hk=2),
+    "biased-gradients-causal": lambda: biased(200, mask=Mask.causal()),
+    "biased-gradients-lengths": lambda: biased(140, B=2, mask=LENGTHS()),
+    "biased-gradients-cross": lambda: biased(70, 200, H=2, shared=True),
+    "biased-gradients-long-queries": lambda: biased(200, 70),
+    "biased-gradients-shares": lambda: biased(200, B=2, H=2),
+    "biased-gradients-bf16": lambda: biased(130, dtype=BRAIN),
+    "biased-gradients-parameters": lambda: biased(100, parameters=torch.float32),
+    "biased-gradients-content": lambda: biased(100, biases="u"),
+    "biased-gradients-position": lambda: biased(100, biases="v"),
+    "biased-gradients-wide": lambda: biased(70, d=128),
     "query-gradients": lambda: call_of(["query"], NEAR, 200),
     "query-gradients-long": lambda: call_of(["query"], rows.clipped(-70, 20), 330),
     "query-gradients-shared": lambda: call_of(["query"], rows.clipped(-9, 20, descending=True), 200, H=2, shared=True),
@@ -135,7 +154,13 @@ GRADIENTS = {
 
 def txl(Tq, Tk=None, **more):
     """A Transformer-XL term: a left factor of its own, a table that descends and reaches further than the lengths."""
-    return call_of(["query"], rows.identity(max(Tq, Tk or 0) + 5, descending=True), Tq, Tk, own=False, **more)
+    more.setdefault("own", False)
+    return call_of(["query"], rows.identity(max(Tq, Tk or 0) + 5, descending=True), Tq, Tk, **more)
+
+
+def biased(Tq, Tk=None, biases="uv", **more):
+    """Transformer-XL with its biases."""
+    return txl(Tq, Tk, own=True, biases=biases, **more)
 
 
 BROKEN = {
@@ -178,6 +203,11 @@ BROKEN = {
     "queries": ("split-both", sides.side_pass, "[side * B + b, h, i0, 0]", "[b, h, i0, 0]"),
     "grown": ("split-both", sides.side_pass, "done = total", "done = done"),
     "whole": ("split-window", sides.side_pass, "j + _T > fhi", "j > fhi"),
+    "content": ("biased-gradients", band_keys.key_pass, "s + at_keys[:, None]", "s"),
+    "position": ("biased-gradients", band_keys.key_pass, ".load(fragment) + position[None, :]", ".load(fragment)"),
+    "columns": ("biased-gradients", band_keys.key_pass, "sigma += gl.sum(ds, 1)", "sigma = gl.sum(ds, 1)"),
+    "group": ("biased-gradients-heads", band_keys.key_pass, "bias + h.to", "bias + hk.to"),
+    "parts": ("biased-gradients", band_queries.query_pass, "gl.sum(acc_w, 0)", "gl.sum(acc, 0)"),
     "groups": ("both-gradients-heads", band_keys.key_pass, "to = ((f - f0) * G + n) * _T", "to = (f - f0) * G * _T"),
 }
 """Kernels with one mistake each, and a job that must miss or stop."""
@@ -241,11 +271,11 @@ def missed(name: str) -> list[str]:
         linear_backward.SPLIT_FROM = 0 if name.startswith("split") else None
         if name.endswith("-shares"):
             # Three row blocks at a time, of four a sequence.
-            linear_backward.BUDGET = 3 * 64 * 64 * (5 if name == "gradients-shares" else 4) * 2
+            linear_backward.BUDGET = 3 * 64 * 64 * (4 if name.startswith("both") else 5) * 2
         leaves = [call.q, call.k, call.v, *call.tensors]
         grads = [torch.full_like(x, float("nan")) for x in leaves]
         linear_backward.backward(call, do, dlse, o, lse, [True] * len(leaves), grads)
-        if name in ("both-gradients", "gradients-own"):
+        if name in ("both-gradients", "gradients-own", "biased-gradients"):
             out += differing(call, do, dlse, o, lse, leaves, grads)
         budgets += [error_budget(*x) for x in zip(names_of(call), grads, low, exact, strict=True)]
     return out + [f"{b.name}: error {b.error:.2e}, allowed {b.allowed:.2e}" for b in budgets if not b.ok]

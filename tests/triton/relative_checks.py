@@ -1,6 +1,7 @@
 """One attention call through the Triton kernels, forward and backward, against the fp64 oracle; any device."""
 
 from contextlib import nullcontext
+from dataclasses import replace
 
 import torch
 
@@ -26,7 +27,7 @@ def call_of(
     inputs = case.inputs(sizes, dtype, device, seed)
     arguments = case.arguments(inputs, sizes)
     q, k, v = inputs["q"], inputs["k"], inputs["v"]
-    content, ports = lower(q, flatten(arguments["terms"]))
+    content, ports = lower(q, flatten(arguments["terms"]), biases=True)
     offset = sizes.Tk - sizes.Tq if sizes.offset is None else sizes.offset
     chosen = MASKS[mask](sizes, "cpu").to(torch.device(device)) if isinstance(mask, str) else mask
     key = torch.tensor([0x1234_5678_9ABC], dtype=torch.int64, device=device) if dropout else None
@@ -37,8 +38,14 @@ def dense(call: Call, do, dlse, dtype):
     """O, lse and every gradient by the dense reference in `dtype`."""
     leaf = lambda x: None if x is None else x.detach().to(dtype).requires_grad_()  # noqa: E731
     q, k, v = leaf(call.q), leaf(call.k), leaf(call.v)
-    ports = [Port(p.kind, p.rows, leaf(p.table), leaf(p.left)) for p in call.ports]
-    o, lse = attention_reference(q, k, v, ports, call.mask, call.scale, call.offset, call.dropout_p, call.seed)
+    ports = [replace(p, **{name: leaf(getattr(p, name)) for name in p.names}) for p in call.ports]
+    content, summed = q, []
+    for p in ports:
+        if p.content is not None:
+            content = q + p.content[:, None]
+        left = p.left if p.bias is None and p.content is None else q if p.bias is None else q + p.bias[:, None]
+        summed.append(Port(p.kind, p.rows, p.table, left))
+    o, lse = attention_reference(content, k, v, summed, call.mask, call.scale, call.offset, call.dropout_p, call.seed)
     seen = torch.isfinite(lse)
     leaves = [q, k, v, *(t for p in ports for t in p.tensors)]
     total = (o * do.to(dtype)).sum() + (lse.masked_fill(~seen, 0.0) * dlse.to(lse.dtype)).sum()
@@ -66,8 +73,8 @@ def run(call: Call, do, dlse, need=None):
 
 
 def names_of(call: Call) -> list[str]:
-    ports = [f"{p.kind}{n}{'.left' if i else ''}" for n, p in enumerate(call.ports) for i in range(len(p.tensors))]
-    return ["dq", "dk", "dv", *(f"d{name}" for name in ports)]
+    ports = [f"{p.kind}{n}.{name}" for n, p in enumerate(call.ports) for name in p.names]
+    return ["dq", "dk", "dv", *(f"d{name.removesuffix('.table')}" for name in ports)]
 
 
 def verdicts(call: Call, factor: float = 2.0, products=nullcontext):

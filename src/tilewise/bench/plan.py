@@ -31,7 +31,7 @@ def choices(case: Case, sizes: Sizes, dtype: torch.dtype, device: str) -> list[C
         "v": (sizes.B, sizes.Hk, sizes.Tk, sizes.d_v),
     }
     x = {n: torch.empty(s, dtype=dtype, device=device) for n, s in (shapes | case.shapes(sizes)).items()}
-    content, ports = lower(x["q"], case.build(x, sizes))
+    content, ports = lower(x["q"], case.build(x, sizes), biases=True)
     offset = sizes.Tk - sizes.Tq if sizes.offset is None else sizes.offset
     call = Call(content, x["k"], x["v"], tuple(ports), Mask(), case.scale(sizes.d), offset)
     return [Choice(impl, why_not(impl, call)) for impl in IMPLEMENTATIONS]

@@ -113,7 +113,7 @@ def call_of(kind: str, N: int, device: torch.device | str, tokens: int = 16384, 
         for name, s in {"q": shape, "k": shape, "v": shape, **case.shapes(sizes)}.items()
     }
     x["q"] = x["q"] * (64**-0.5 / case.scale(64))
-    content, ports = lower(x["q"], flatten(case.build(x, sizes)))
+    content, ports = lower(x["q"], flatten(case.build(x, sizes)), biases=True)
     # The tiles are those of the kernels that every GPU has, and of a backward that makes its own projections.
     options = Options(skew="memory", projections="recompute")
     return Call(content, x["k"], x["v"], tuple(ports), Mask(), case.scale(64), 0, options=options)

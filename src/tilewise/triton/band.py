@@ -21,10 +21,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from .biases import rows_of_heads
 from .hopper import dtype_of, expanded, misfits, rows_layout, tiles_of
 from .launch import cdiv, launch
 from .plan import Layout
-from .skew import TILE, barrier, carried, skew, skew_carried, to_half, visible
+from .skew import TILE, add_biases, barrier, carried, skew, skew_carried, to_half, visible
 
 __all__ = ["forward", "unsuited"]
 
@@ -127,16 +128,17 @@ def _saturated(acc, l, m, qs, ks, vs, kbars, vbars, k, v, rule, b, hk, i, first,
         "left", "right", "batch",
     ]
 )  # fmt: skip
-def attend_band(q, w, x, k, v, a, cr, ends, o, lse, rule, ranges, c, H, G, HA, HC, B, Tq, Tk, offset, lo, hi, origin_a,
-                origin_c, end_a, end_b, head_a, step_a, left, right, batch, D: gl.constexpr, DTYPE: gl.constexpr,
-                QUERY: gl.constexpr, KEY: gl.constexpr, OWN: gl.constexpr, SIDES: gl.constexpr, SHIFTED: gl.constexpr,
-                RANGED: gl.constexpr, MASKED: gl.constexpr, STAGES: gl.constexpr, ROWS: gl.constexpr,
-                num_warps: gl.constexpr):  # fmt: skip
+def attend_band(q, w, x, k, v, a, cr, ends, content, bias, o, lse, rule, ranges, c, H, G, HA, HC, B, Tq, Tk, offset, lo,
+                hi, origin_a, origin_c, end_a, end_b, head_a, step_a, head_u, head_v, left, right, batch,
+                D: gl.constexpr, DTYPE: gl.constexpr, QUERY: gl.constexpr, KEY: gl.constexpr, OWN: gl.constexpr,
+                BIASED: gl.constexpr, SIDES: gl.constexpr, SHIFTED: gl.constexpr, RANGED: gl.constexpr,
+                MASKED: gl.constexpr, STAGES: gl.constexpr, ROWS: gl.constexpr, num_warps: gl.constexpr):  # fmt: skip
     """O and lse of 64 queries.
 
-    QUERY: the term left·A; A's rows descend in δ from `origin_a`, the row of δ = 0 (OWN: left is q). KEY: the term k·C;
-    rows ascend from `origin_c`. SIDES: offsets ≥ hi and ≤ lo are saturated; there A has the rows `end_a` and `end_b` of
-    `ends` (heads `head_a`, rows `step_a` apart), and SHIFTED: x has the queries plus C's end rows, [2·B, H, Tq, D].
+    QUERY: the term left·A; A's rows descend in δ from `origin_a`, the row of δ = 0 (OWN: left is q; BIASED: q + bias,
+    and the queries are q + content, whose heads are `head_v` and `head_u` apart). KEY: the term k·C; its rows ascend
+    from `origin_c`. SIDES: offsets ≥ hi and ≤ lo are saturated; there A has the rows `end_a` and `end_b` of `ends`
+    (heads `head_a`, rows `step_a` apart), and SHIFTED: x has the queries plus C's end rows, [2·B, H, Tq, D].
     """
     s_mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _T, 16])
     o_mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
@@ -182,7 +184,7 @@ def attend_band(q, w, x, k, v, a, cr, ends, o, lse, rule, ranges, c, H, G, HA, H
     # Queries, then x's two.
     qbars = gl.allocate_shared_memory(gl.int64, [3, 1], mbarrier.MBarrierLayout())
     ws = qs
-    if QUERY and not OWN:
+    if QUERY and (BIASED or not OWN):
         ws = gl.allocate_shared_memory(DTYPE, [_T, D], ROWS)
     if QUERY:
         rows_a = gl.allocate_shared_memory(DTYPE, [_T, D], ROWS)
@@ -226,6 +228,8 @@ def attend_band(q, w, x, k, v, a, cr, ends, o, lse, rule, ranges, c, H, G, HA, H
         j = _key_of(stage, t1, band, first)
         _fetch(k, v, ks, vs, kbars, vbars, stage, j, b, hk, stage < tiles, STAGES)
     mbarrier.wait(qbars.index(0), 0)
+    if BIASED:
+        add_biases(qs, ws, content + h.to(gl.int64) * head_u, bias + h.to(gl.int64) * head_v, D)
     acc = warpgroup_mma_init(gl.zeros([_T, D], gl.float32, o_mma))
     l = gl.zeros([_T], gl.float32, row_of_s)
     m = gl.full([_T], -1.0e30, gl.float32, row_of_s)
@@ -360,12 +364,15 @@ def forward(L: Layout, o: Tensor, lse: Tensor) -> None:
     if key is not None:
         table, origin_c = expanded(L, key, False)
         c_rows, heads_c = tiles_of(table), table.shape[0]
+    biased = any(p.biased for p in L.ports)
+    (u, head_u), (v, head_v) = (rows_of_heads(L, n) if biased else (L.anchor, 0) for n in ("content", "bias"))
     launch(
         attend_band, (cdiv(L.Tq, TILE) * L.B * L.H,), q, q if own else tiles_of(L.lefts[query]), tiles_of(x),
-        tiles_of(L.k), tiles_of(L.v), a, c_rows, ends, tiles_of(o), lse, L.mask.rule, L.mask.queries, L.c, L.H, L.G,
-        heads_a, heads_c, L.B, L.Tq, L.Tk, L.call.offset, L.lo, L.hi, origin_a, origin_c, left, right,
-        0 if query is None else L.head_stride(query), ends.stride(1), L.mask.left, L.mask.right, L.mask.batch, D=L.d,
-        DTYPE=dtype_of(L.dtype), QUERY=query is not None, KEY=key is not None, OWN=own, SIDES=L.sides,
+        tiles_of(L.k), tiles_of(L.v), a, c_rows, ends, u, v, tiles_of(o), lse, L.mask.rule, L.mask.queries, L.c, L.H,
+        L.G, heads_a, heads_c, L.B, L.Tq, L.Tk, L.call.offset, L.lo, L.hi, origin_a, origin_c, left, right,
+        0 if query is None else L.head_stride(query), ends.stride(1), head_u, head_v, L.mask.left, L.mask.right,
+        L.mask.batch, D=L.d, DTYPE=dtype_of(L.dtype), QUERY=query is not None, KEY=key is not None,
+        OWN=own, BIASED=biased, SIDES=L.sides,
         SHIFTED=bool(tables), RANGED=L.mask.ranged, MASKED=L.masked(TILE) or L.mask.elementwise, STAGES=STAGES,
         ROWS=rows_layout(L.d, L.dtype), num_warps=4,
         **({"maxnreg": REGISTERS} if L.d == 64 and REGISTERS else {}),

@@ -18,7 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .skew import TILE, barrier, carried, skew, skew_carried, to_half, unskew, visible
+from .skew import TILE, barrier, carried, products, skew, skew_carried, to_half, unskew, visible
 
 __all__ = ["key_pass"]
 
@@ -77,21 +77,26 @@ def _statistics(stats, stretch, planes, row, i, lines, go):
         "origin_c", "base", "left", "right", "batch",
     ]
 )  # fmt: skip
-def key_pass(q, w, x, k, v, a, cr, g, dk, dv, dh, stats, rule, ranges, c, tau, f0, B, H, HK, G, HA, HC, Tq, Tk, pad,
-             offset, lo, hi, origin_a, origin_c, base, left, right, batch, D: gl.constexpr, DTYPE: gl.constexpr,
-             OWN: gl.constexpr, KEY: gl.constexpr, SIDES: gl.constexpr, SHIFTED: gl.constexpr, SHARED: gl.constexpr,
-             RANGED: gl.constexpr, MASKED: gl.constexpr, STAGES: gl.constexpr, ROWS: gl.constexpr,
-             SQUARE: gl.constexpr, num_warps: gl.constexpr):  # fmt: skip
+def key_pass(q, w, x, k, v, a, cr, g, dk, dv, dh, content, bias, stats, rule, ranges, c, tau, f0, B, H, HK, G, HA, HC,
+             Tq, Tk, pad, offset, lo, hi, origin_a, origin_c, base, head_u, head_v, left, right, batch, D: gl.constexpr,
+             DTYPE: gl.constexpr, OWN: gl.constexpr, BIASED: gl.constexpr, KEY: gl.constexpr, SIDES: gl.constexpr,
+             SHIFTED: gl.constexpr, SHARED: gl.constexpr, RANGED: gl.constexpr, MASKED: gl.constexpr,
+             STAGES: gl.constexpr, ROWS: gl.constexpr, SQUARE: gl.constexpr, num_warps: gl.constexpr):  # fmt: skip
     """dK and dV = Pᵀ·dO of 64 keys, summed over the G query heads of their key head in order; and dH of each (KEY).
 
     Programs f0, f0 + 1, … are (key head, batch, block). Of dH, program f writes the rows 64·((f − f0)·G + head) … for
     each query head of the group, by tiles of 64 offsets, in columns counted from query 0 or, where SIDES, from query
     `base` + its first key. A band of n tiles needs n + 1 tiles of either table's rows a head; they are counted through
     all heads of the group.
+
+    BIASED (with OWN, without KEY and SIDES): left is q + bias, added in registers, and the queries are q + content,
+    whose heads are `head_v` and `head_u` apart: k·content is a constant of each row, and dK gets content times the sums
+    of dS's rows.
     """
     s_mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _T, 16])
     o_mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     operand: gl.constexpr = gl.DotOperandLayout(0, o_mma, 2)
+    fragment: gl.constexpr = gl.DotOperandLayout(0, s_mma, 2)
     column: gl.constexpr = gl.SliceLayout(0, s_mma)
     line: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     BYTES: gl.constexpr = _T * D * 2
@@ -185,6 +190,10 @@ def key_pass(q, w, x, k, v, a, cr, g, dk, dv, dh, stats, rule, ranges, c, tau, f
         if SHARED:
             # Every warp is done with the table rows of the head before.
             barrier()
+        if BIASED:
+            at_keys = products(ks, content + h.to(gl.int64) * head_u, D, gl.SliceLayout(1, s_mma))
+            position = gl.load(bias + h.to(gl.int64) * head_v + gl.arange(0, D, gl.SliceLayout(0, fragment)))
+            sigma = gl.zeros([_T], gl.float32, gl.SliceLayout(1, s_mma))
         ha = gl.where(HA > 1, h, 0)
         hc = gl.where(HC > 1, h, 0)
         for e in gl.static_range(2):
@@ -216,8 +225,11 @@ def key_pass(q, w, x, k, v, a, cr, g, dk, dv, dh, stats, rule, ranges, c, tau, f
             mbarrier.wait(gbars.index(slot), phase)
             if not OWN:
                 mbarrier.wait(wbars.index(slot), phase)
-            low = warpgroup_mma(ws.index(slot), ps.index(lower).permute((1, 0)), zero, use_acc=False, is_async=True)
-            high = warpgroup_mma(ws.index(slot), ps.index(upper).permute((1, 0)), zero, use_acc=False, is_async=True)
+            by = ws.index(slot)
+            if BIASED:
+                by = by.load(fragment) + position[None, :]
+            low = warpgroup_mma(by, ps.index(lower).permute((1, 0)), zero, use_acc=False, is_async=True)
+            high = warpgroup_mma(by, ps.index(upper).permute((1, 0)), zero, use_acc=False, is_async=True)
             if KEY:
                 mbarrier.wait(cbars.index((e0 + t + 1) % 3), (e0 + t + 1) // 3 & 1)
                 y = warpgroup_mma(ks, cs.index((e0 + t + 1) % 3).permute((1, 0)), zero, use_acc=False, is_async=True)
@@ -258,6 +270,8 @@ def key_pass(q, w, x, k, v, a, cr, g, dk, dv, dh, stats, rule, ranges, c, tau, f
             ahead, side, i = _of_step(u + 1, tiles, t1, band, first, SHARED)
             ls, dl = _statistics(stats, side, planes, row + ahead.to(gl.int64) * pad, i, lines, u + 1 < total)
             s = warpgroup_mma_wait(1, deps=[s])
+            if BIASED:
+                s = s + at_keys[:, None]
             prob = gl.exp2((s + by_query.to(gl.float32)) * c - ls_now[None, :])
             if MASKED:
                 i_now = first + (t1 + t) * _T
@@ -268,7 +282,10 @@ def key_pass(q, w, x, k, v, a, cr, g, dk, dv, dh, stats, rule, ranges, c, tau, f
             prob_v = gl.convert_layout(prob.to(DTYPE), operand)
             acc_v = warpgroup_mma(prob_v, gs.index(slot), acc_v, is_async=True)
             dp = warpgroup_mma_wait(1, deps=[dp])
-            now = (prob * (dp - shared_dl.load(column)[None, :])).to(DTYPE)
+            ds = prob * (dp - shared_dl.load(column)[None, :])
+            if BIASED:
+                sigma += gl.sum(ds, 1)
+            now = ds.to(DTYPE)
             acc_k = warpgroup_mma(gl.convert_layout(now, operand), qs.index(slot), acc_k, is_async=True)
             if KEY:
                 tile = unskew(before, now)
@@ -281,6 +298,12 @@ def key_pass(q, w, x, k, v, a, cr, g, dk, dv, dh, stats, rule, ranges, c, tau, f
             # Left running into the next step, these make ptxas run all products of the kernel one after the other.
             acc_k, acc_v = warpgroup_mma_wait(0, deps=[acc_k, acc_v])
             acc_k = warpgroup_mma_init(acc_k)
+            acc_v = warpgroup_mma_init(acc_v)
+        if BIASED:
+            at_d = content + h.to(gl.int64) * head_u + gl.arange(0, D, gl.SliceLayout(0, o_mma))
+            weight = gl.convert_layout(sigma, gl.SliceLayout(1, o_mma))
+            acc_k, acc_v = warpgroup_mma_wait(0, deps=[acc_k, acc_v])
+            acc_k = warpgroup_mma_init(acc_k + weight[:, None] * gl.load(at_d).to(gl.float32)[None, :])
             acc_v = warpgroup_mma_init(acc_v)
         if KEY:
             tile = unskew(before, gl.zeros([_T, _T], DTYPE, s_mma))

@@ -20,7 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .skew import TILE, barrier, carried, skew, skew_carried, to_half, unskew, visible
+from .skew import TILE, add_biases, barrier, carried, skew, skew_carried, to_half, unskew, visible
 
 __all__ = ["query_pass"]
 
@@ -90,11 +90,12 @@ def _saturated(acc, qs, gs, ks, vs, kbars, vbars, k, v, ls, dl, rule, b, hk, i, 
         "end_a", "end_b", "base", "left", "right", "batch",
     ]
 )  # fmt: skip
-def query_pass(q, w, x, k, v, a, cr, g, dq, dw, dg, ends, parts, stats, rule, ranges, c, tau, f0, B, H, G, HA, HC, Tq,
-               Tk, pad, offset, lo, hi, origin_a, origin_c, end_a, end_b, head_a, step_a, base, left, right, batch,
-               D: gl.constexpr, DTYPE: gl.constexpr, OWN: gl.constexpr, KEY: gl.constexpr, SIDES: gl.constexpr,
-               SHIFTED: gl.constexpr, RANGED: gl.constexpr, MASKED: gl.constexpr, STAGES: gl.constexpr,
-               ROWS: gl.constexpr, SQUARE: gl.constexpr, num_warps: gl.constexpr):  # fmt: skip
+def query_pass(q, w, x, k, v, a, cr, g, dq, dw, dg, ends, parts, content, bias, stats, rule, ranges, c, tau, f0, B, H,
+               G, HA, HC, Tq, Tk, pad, offset, lo, hi, origin_a, origin_c, end_a, end_b, head_a, step_a, base, head_u,
+               head_v, left, right, batch, D: gl.constexpr, DTYPE: gl.constexpr, OWN: gl.constexpr,
+               BIASED: gl.constexpr, KEY: gl.constexpr, SIDES: gl.constexpr, SHIFTED: gl.constexpr,
+               RANGED: gl.constexpr, MASKED: gl.constexpr, STAGES: gl.constexpr, ROWS: gl.constexpr,
+               SQUARE: gl.constexpr, num_warps: gl.constexpr):  # fmt: skip
     """dQ and d(left) of 64 queries, their dG by tiles of 64 offsets, and what the saturated sides add to end rows.
 
     Programs f0, f0 + 1, … are (head, batch, block); program f writes the rows 64·(f − f0) … of dG, in columns counted
@@ -102,7 +103,11 @@ def query_pass(q, w, x, k, v, a, cr, g, dq, dw, dg, ends, parts, stats, rule, ra
     δ = 0 (OWN: left is q, and dQ has both parts); KEY: the term k·C, whose rows ascend from `origin_c`. SIDES: OWN, and
     A has the rows `end_a` and `end_b` of `ends` (heads `head_a`, rows `step_a` apart); SHIFTED: x has the queries plus
     C's end rows, [2·B, H, Tq, D]. `parts` [f, A and C (KEY), side, D] gets what belongs to the end rows, over τ.
+
+    BIASED (with OWN, without SIDES): left is q + bias and the queries are q + content, whose heads are `head_v` and
+    `head_u` apart; `parts` [f, 2, D] gets the sums over the 64 queries of the content's and of left's gradient, over τ.
     """
+    SPLIT: gl.constexpr = BIASED or not OWN
     s_mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _T, 16])
     o_mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     operand: gl.constexpr = gl.DotOperandLayout(0, o_mma, 2)
@@ -147,7 +152,7 @@ def query_pass(q, w, x, k, v, a, cr, g, dq, dw, dg, ends, parts, stats, rule, ra
     ps = gl.allocate_shared_memory(DTYPE, [3, _T, D], ROWS)
     stage = gl.allocate_shared_memory(DTYPE, [_T, _T], SQUARE)
     ws = qs
-    if not OWN:
+    if SPLIT:
         ws = gl.allocate_shared_memory(DTYPE, [_T, D], ROWS)
     if KEY:
         cs = gl.allocate_shared_memory(DTYPE, [2, _T, D], ROWS)
@@ -196,11 +201,13 @@ def query_pass(q, w, x, k, v, a, cr, g, dq, dw, dg, ends, parts, stats, rule, ra
     ls = gl.load(at)
     dl = gl.load(at + 3 * plane)
     acc = warpgroup_mma_init(gl.zeros([_T, D], gl.float32, o_mma))
-    if not OWN:
+    if SPLIT:
         acc_w = warpgroup_mma_init(gl.zeros([_T, D], gl.float32, o_mma))
     zero = gl.zeros([_T, _T], gl.float32, s_mma)
     before = carried(gl.zeros([_T, _T], DTYPE, s_mma))
     mbarrier.wait(qbars.index(0), 0)
+    if BIASED:
+        add_biases(qs, ws, content + h.to(gl.int64) * head_u, bias + h.to(gl.int64) * head_v, D)
     # Without a tile this multiplies what nobody wrote, and nobody reads the product.
     mbarrier.wait(pbars.index(0), 0, pred=some)
     product = warpgroup_mma(ws, ps.index(0).permute((1, 0)), zero, use_acc=False, is_async=True)
@@ -227,10 +234,10 @@ def query_pass(q, w, x, k, v, a, cr, g, dq, dw, dg, ends, parts, stats, rule, ra
         s = warpgroup_mma(qs, ks.index(slot).permute((1, 0)), zero, use_acc=False, is_async=True)
         y = warpgroup_mma(ws, ps.index(right_slot).permute((1, 0)), zero, use_acc=False, is_async=True)
         dp = warpgroup_mma(gs, vs.index(slot).permute((1, 0)), zero, use_acc=False, is_async=True)
-        if OWN:
-            s, y, acc = warpgroup_mma_wait(1, deps=[s, y, acc])
-        else:
+        if SPLIT:
             s, y, acc, acc_w = warpgroup_mma_wait(1, deps=[s, y, acc, acc_w])
+        else:
+            s, y, acc = warpgroup_mma_wait(1, deps=[s, y, acc])
         tma.store_wait(0)
         # Every warp is done with the slots of tile u − 1 and of table tile u − 1, and dG has left `stage`.
         barrier()
@@ -266,10 +273,10 @@ def query_pass(q, w, x, k, v, a, cr, g, dq, dw, dg, ends, parts, stats, rule, ra
         fence_async_shared()
         barrier()
         tma.async_copy_shared_to_global(dg, [gl.program_id(0) * _T, place + u * _T], stage)
-        if OWN:
-            acc = warpgroup_mma(gl.convert_layout(tile, operand), ps.index(u % 3), acc, is_async=True)
-        else:
+        if SPLIT:
             acc_w = warpgroup_mma(gl.convert_layout(tile, operand), ps.index(u % 3), acc_w, is_async=True)
+        else:
+            acc = warpgroup_mma(gl.convert_layout(tile, operand), ps.index(u % 3), acc, is_async=True)
     tile = unskew(before, gl.zeros([_T, _T], DTYPE, s_mma))
     tma.store_wait(0)
     barrier()
@@ -281,12 +288,18 @@ def query_pass(q, w, x, k, v, a, cr, g, dq, dw, dg, ends, parts, stats, rule, ra
         tma.async_copy_shared_to_global(dg, [gl.program_id(0) * _T, place + band * _T], stage)
     rest = warpgroup_mma(gl.convert_layout(tile, operand), ps.index(band % 3),
                          warpgroup_mma_init(gl.zeros([_T, D], gl.float32, o_mma)), is_async=True)  # fmt: skip
-    if OWN:
-        acc, rest = warpgroup_mma_wait(0, deps=[acc, rest])
-        acc = acc + gl.where(some, rest, 0.0)
-    else:
+    if SPLIT:
         acc, acc_w, rest = warpgroup_mma_wait(0, deps=[acc, acc_w, rest])
         acc_w = acc_w + gl.where(some, rest, 0.0)
+    else:
+        acc, rest = warpgroup_mma_wait(0, deps=[acc, rest])
+        acc = acc + gl.where(some, rest, 0.0)
+    if BIASED:
+        d = gl.arange(0, D, gl.SliceLayout(0, o_mma))
+        mine = parts + f.to(gl.int64) * (2 * D)
+        gl.store(mine + d, gl.sum(acc, 0))
+        gl.store(mine + D + d, gl.sum(acc_w, 0))
+        acc = acc + acc_w
     if SIDES:
         if SHIFTED:
             # The band's rows of C are no longer needed: every warp passed the last step's barrier after its products.

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .biases import rows_of_heads
 from .cached import cached
 from .launch import cdiv, launch
 from .plan import Layout
@@ -28,10 +29,12 @@ PROGRAMS = 1056
 
 @triton.jit(do_not_specialize=["f0", "f1", "H", "B", "G", "blocks", "tiles", "rows", "first", "count", "per", "offset",
                                "ahead", "behind", "batch"])  # fmt: skip
-def collect_tiles(dg, x, out, ranges, sx, f0, f1, B, G, blocks, tiles, rows, first, count, per, offset, ahead, behind,
-                  batch, D: tl.constexpr, T: tl.constexpr, SIDES: tl.constexpr, RANGED: tl.constexpr,
-                  STAGES: tl.constexpr):  # fmt: skip
+def collect_tiles(dg, x, bias, out, ranges, sx, head_v, f0, f1, B, G, blocks, tiles, rows, first, count, per, offset,
+                  ahead, behind, batch, D: tl.constexpr, T: tl.constexpr, BIASED: tl.constexpr, SIDES: tl.constexpr,
+                  RANGED: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
     """out[h, s, m] += Σ of dGᵀ·x over the row blocks that this launch of the pass made, of the head's s-th share.
+
+    BIASED: x + bias_h instead of x.
 
     Programs (diagonal m, head, share). f = (key head, batch, block) are the row blocks, f0 … f1 − 1 those made; dG has
     them for each of G heads. A share's first launch sets instead of adding. SIDES: dG's columns are diagonals, else
@@ -51,6 +54,10 @@ def collect_tiles(dg, x, out, ranges, sx, f0, f1, B, G, blocks, tiles, rows, fir
     d = tl.arange(0, D)
     place = (h * tl.num_programs(2) + s) * count + m
     to = out + tl.cast(place, tl.int64) * (T * D) + cc[:, None] * D + d[None, :]
+    if BIASED:
+        # Sums of dG's columns by a narrow product: a bias added to x would need a copy of each tile in shared memory.
+        ones = tl.full([T, 16], 1.0, dg.dtype.element_ty)
+        sums = tl.zeros([T, 16], tl.float32)
     total = tl.load(to, mask=(cc[:, None] >= 0) & (a > start + s * per), other=0.0)
     if SIDES:
         turns = tl.maximum(e - a, 0)
@@ -94,6 +101,12 @@ def collect_tiles(dg, x, out, ranges, sx, f0, f1, B, G, blocks, tiles, rows, fir
         at_x = x + tl.cast(b, tl.int64) * sx[0] + tl.cast(h // G, tl.int64) * sx[1] + r.to(tl.int64)[:, None] * sx[2]
         value = tl.load(at_x + d[None, :], mask=(r[:, None] < rows) & valid, other=0.0)
         total = tl.dot(tl.trans(ds), value, total, input_precision="ieee")
+        if BIASED:
+            sums = tl.dot(tl.trans(ds), ones, sums, input_precision="ieee")
+    if BIASED:
+        row = tl.load(bias + tl.cast(h, tl.int64) * head_v + d).to(tl.float32)
+        # All columns are equal.
+        total += tl.max(sums, 1)[:, None] * row[None, :]
     tl.store(to, total)
 
 
@@ -203,12 +216,14 @@ class Diagonals:
         L, G = self.L, self.group
         x = L.k if self.keyed else L.lefts[self.n]
         per_head = L.B * self.blocks
+        biased = L.ports[self.n].bias is not None
+        v, head_v = rows_of_heads(L, "bias") if biased else (L.anchor, 0)
         heads = ((f1 - 1) // per_head - f0 // per_head + 1) * G
         launch(
-            collect_tiles, (self.count, heads, self.shares), dg, x.x, partial, L.ranges(self.keyed), x.strides, f0, f1,
-            L.B, G, self.blocks, self.tiles, L.Tk if self.keyed else L.Tq, self.first, self.count, self.per,
-            *self._band(L, self.keyed), L.mask.batch, D=L.d, T=TILE, SIDES=L.sides, RANGED=L.mask.ranged, STAGES=4,
-            num_warps=4,
+            collect_tiles, (self.count, heads, self.shares), dg, x.x, v, partial, L.ranges(self.keyed), x.strides,
+            head_v, f0, f1, L.B, G, self.blocks, self.tiles, L.Tk if self.keyed else L.Tq, self.first, self.count,
+            self.per, *self._band(L, self.keyed), L.mask.batch, D=L.d, T=TILE, BIASED=biased, SIDES=L.sides,
+            RANGED=L.mask.ranged, STAGES=4, num_warps=4,
         )  # fmt: skip
 
     def finish(self, partial: Tensor, parts: Tensor | None, grad: Tensor) -> None:

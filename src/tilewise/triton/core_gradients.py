@@ -135,13 +135,13 @@ def grad_query(q, k, v, g, qx, kx, vx, dq, stats, stat, pad, terms, z0, z1, z2, 
 
 
 @triton.jit
-def _grad_key(dk, dv, k, v, q, sq, bq, g, sg, stats, stat, pad, plane, planes, terms, zs, values, zvs, out, dz, rule,
-              seed, c, drop, inverse, b, h, n, bh, j0, a, e, Tq, Tk, offset, left, right, D: tl.constexpr,
+def _grad_key(dk, dv, sigma, k, v, q, sq, bq, g, sg, stats, stat, pad, plane, planes, terms, zs, values, zvs, out, dz,
+              rule, seed, c, drop, inverse, b, h, n, bh, j0, a, e, Tq, Tk, offset, left, right, D: tl.constexpr,
               DV: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
               BANDS: tl.constexpr, VALUES: tl.constexpr, STORE: tl.constexpr, MASKED: tl.constexpr,
-              DROPOUT: tl.constexpr, PREC: tl.constexpr, TMA: tl.constexpr, STAGES: tl.constexpr,
+              BIASED: tl.constexpr, DROPOUT: tl.constexpr, PREC: tl.constexpr, TMA: tl.constexpr, STAGES: tl.constexpr,
               BOTH: tl.constexpr = False, beyond=0, gap=0, other=0):  # fmt: skip
-    """dk += dSᵀ·Q and dv += Pᵀ·dO over the queries a … e − 1; tiles are [keys, queries].
+    """dk += dSᵀ·Q and dv += Pᵀ·dO over the queries a … e − 1; tiles are [keys, queries]. BIASED: sigma += Σ dS.
 
     BOTH: those from `beyond` on lie `gap` further, and their lse is in plane `other`.
     """
@@ -177,26 +177,31 @@ def _grad_key(dk, dv, k, v, q, sq, bq, g, sg, stats, stat, pad, plane, planes, t
             pd = tl.where(keep, p * inverse, 0.0)
             dp = tl.where(keep, dp * inverse, 0.0)
         dv = added(dv, operand(pd.to(gt.dtype), PREC), gt, c * 0.0, PREC)
-        ds = operand((p * (dp - dl[None, :])).to(qt.dtype), PREC)
+        ds = p * (dp - dl[None, :])
+        if BIASED:
+            sigma += tl.sum(ds, 1)
+        ds = operand(ds.to(qt.dtype), PREC)
         if STORE:
             store_skewed(out, dz, n, j0, i0 + out.shift, Tk, ds, BN, BM, TMA)
         dk = added(dk, ds, qt, c * 0.0, PREC)
-    return dk, dv
+    return dk, dv, sigma
 
 
 @triton.jit
-def _key_head(dk, dv, q, k, v, g, qx, kx, vx, stats, stat, pad, terms, zs, values, ys, out, dz, parts, vparts, rule,
-              ranges, seed, sq, sk, sv, sg, sqx, skx, svx, c, inverse, drop, H, h0, heads, B, Tq, Tk, offset, lo, hi,
-              left, right, batch, b, h, hk, j0, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr,
-              BM: tl.constexpr, BN: tl.constexpr, UNIT: tl.constexpr, BANDS: tl.constexpr, VALUES: tl.constexpr,
-              BAND: tl.constexpr, SIDES: tl.constexpr, SHIFT_Q: tl.constexpr, SHIFT_K: tl.constexpr,
-              SHIFT_V: tl.constexpr, STORE: tl.constexpr, PARTS: tl.constexpr, RANGED: tl.constexpr,
-              MASKED: tl.constexpr, ELEMENTWISE: tl.constexpr, DROPOUT: tl.constexpr, PREC: tl.constexpr,
-              TMA: tl.constexpr, STAGES: tl.constexpr, BAND_STAGES: tl.constexpr):  # fmt: skip
-    """What one query head adds to dk and dv."""
+def _key_head(dk, dv, q, k, v, g, qx, kx, vx, stats, stat, pad, terms, zs, values, ys, out, dz, parts, vparts, bias, su,
+              rule, ranges, seed, sq, sk, sv, sg, sqx, skx, svx, c, inverse, drop, H, h0, heads, B, Tq, Tk, offset, lo,
+              hi, left, right, batch, b, h, hk, j0, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr,
+              BV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, UNIT: tl.constexpr, BANDS: tl.constexpr,
+              VALUES: tl.constexpr, BAND: tl.constexpr, SIDES: tl.constexpr, SHIFT_Q: tl.constexpr,
+              SHIFT_K: tl.constexpr, SHIFT_V: tl.constexpr, STORE: tl.constexpr, PARTS: tl.constexpr,
+              BIASED: tl.constexpr, RANGED: tl.constexpr, MASKED: tl.constexpr, ELEMENTWISE: tl.constexpr,
+              DROPOUT: tl.constexpr, PREC: tl.constexpr, TMA: tl.constexpr, STAGES: tl.constexpr,
+              BAND_STAGES: tl.constexpr):  # fmt: skip
+    """What one query head adds to dk and dv. BIASED: its queries are q + bias_h."""
     bh = b * H + h
     n = b * heads + h - h0
     j = j0 + tl.arange(0, BN)
+    sigma = tl.zeros([BN], tl.float32)
     blocks = (Tk + BN - 1) // BN
     dk0 = tl.sum(tl.where((j < Tk)[:, None], dk, 0.0), 0)
     dv0 = tl.sum(tl.where((j < Tk)[:, None], dv, 0.0), 0)
@@ -214,10 +219,10 @@ def _key_head(dk, dv, q, k, v, g, qx, kx, vx, stats, stat, pad, terms, zs, value
     if BOTH:
         ks = load_rows(k, sk, b, hk, j0, Tk, D, BN, BD, TMA)
         vs = load_rows(v, sv, b, hk, j0, Tk, DV, BN, BV, TMA)
-        dk, dv = _grad_key(dk, dv, ks, vs, q, sq, b, g, sg, stats, stat, pad, 2, B * H, terms, zs, values, ys, out, dz,
-                           rule, seed, c, drop, inverse, b, h, n, bh, j0, vlo, vhi - (be - ba), Tq, Tk, offset, left,
-                           right, D, DV, BD, BV, BM, BN, (), (), False, False, DROPOUT, PREC, TMA, STAGES, True, ba,
-                           be - ba, 1)  # fmt: skip
+        dk, dv, sigma = _grad_key(dk, dv, sigma, ks, vs, q, sq, b, g, sg, stats, stat, pad, 2, B * H, terms, zs,
+                                  values, ys, out, dz, rule, seed, c, drop, inverse, b, h, n, bh, j0, vlo,
+                                  vhi - (be - ba), Tq, Tk, offset, left, right, D, DV, BD, BV, BM, BN, (), (), False,
+                                  False, BIASED, DROPOUT, PREC, TMA, STAGES, True, ba, be - ba, 1)  # fmt: skip
     for side in tl.static_range(0 if BOTH else 2):
         if SIDES or (side == 0 and not BAND):
             a = be
@@ -242,10 +247,11 @@ def _key_head(dk, dv, q, k, v, g, qx, kx, vx, stats, stat, pad, terms, zs, value
                         q_, sq_, bq = qx, sqx, side * B + b
                     else:
                         q_, sq_, bq = q, sq, b
-                    dk, dv = _grad_key(dk, dv, ks, vs, q_, sq_, bq, g, sg, stats, stat, pad, side + 1, B * H, terms, zs,
-                                       values, ys, out, dz, rule, seed, c, drop, inverse, b, h, n, bh, j0, pa, pe, Tq,
-                                       Tk, offset, left, right, D, DV, BD, BV, BM, BN, (), (), False, part != 1,
-                                       DROPOUT, PREC, TMA, STAGES)  # fmt: skip
+                    dk, dv, sigma = _grad_key(dk, dv, sigma, ks, vs, q_, sq_, bq, g, sg, stats, stat, pad, side + 1,
+                                              B * H, terms, zs, values, ys, out, dz, rule, seed, c, drop, inverse, b,
+                                              h, n, bh, j0, pa, pe, Tq, Tk, offset, left, right, D, DV, BD, BV, BM, BN,
+                                              (), (), False, part != 1, BIASED, DROPOUT, PREC, TMA,
+                                              STAGES)  # fmt: skip
             at_part = (tl.cast(bh, tl.int64) * blocks + j0 // BN) * 2 + side
             if PARTS:
                 d = tl.arange(0, BD)
@@ -261,22 +267,27 @@ def _key_head(dk, dv, q, k, v, g, qx, kx, vx, stats, stat, pad, terms, zs, value
             be = vhi
         ks = load_rows(k, sk, b, hk, j0, Tk, D, BN, BD, TMA)
         vs = load_rows(v, sv, b, hk, j0, Tk, DV, BN, BV, TMA)
-        dk, dv = _grad_key(dk, dv, ks, vs, q, sq, b, g, sg, stats, stat, pad, 0, B * H, terms, zs, values, ys, out, dz,
-                           rule, seed, c, drop, inverse, b, h, n, bh, j0, ba, be, Tq, Tk, offset, left, right, D, DV,
-                           BD, BV, BM, BN, BANDS, VALUES, STORE, MASKED, DROPOUT, PREC, TMA, BAND_STAGES)  # fmt: skip
+        dk, dv, sigma = _grad_key(dk, dv, sigma, ks, vs, q, sq, b, g, sg, stats, stat, pad, 0, B * H, terms, zs,
+                                  values, ys, out, dz, rule, seed, c, drop, inverse, b, h, n, bh, j0, ba, be, Tq, Tk,
+                                  offset, left, right, D, DV, BD, BV, BM, BN, BANDS, VALUES, STORE, MASKED, BIASED,
+                                  DROPOUT, PREC, TMA, BAND_STAGES)  # fmt: skip
+    if BIASED:
+        d = tl.arange(0, BD)
+        row = tl.load(bias + tl.cast(h, tl.int64) * su + d, mask=d < D, other=0.0).to(tl.float32)
+        dk += sigma[:, None] * row[None, :]
     return dk, dv
 
 
 @triton.jit(do_not_specialize=RUNTIME)
 def grad_key(q, k, v, g, qx, kx, vx, dk, dv, stats, stat, pad, terms, z0, z1, z2, z3, z4, z5, z6, z7, values, y0, y1,
-             out, dz, parts, vparts, rule, ranges, seed, sq, sk, sv, sg, sqx, skx, svx, sdk, sdv, c, tau, inverse, drop,
-             H, G, h0, heads, B, Tq, Tk, offset, lo, hi, left, right, batch, D: tl.constexpr, DV: tl.constexpr,
-             BD: tl.constexpr, BV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, UNIT: tl.constexpr,
-             BANDS: tl.constexpr, VALUES: tl.constexpr, BAND: tl.constexpr, SIDES: tl.constexpr, SHIFT_Q: tl.constexpr,
-             SHIFT_K: tl.constexpr, SHIFT_V: tl.constexpr, STORE: tl.constexpr, PARTS: tl.constexpr,
-             SHARED: tl.constexpr, RANGED: tl.constexpr, MASKED: tl.constexpr, ELEMENTWISE: tl.constexpr,
-             DROPOUT: tl.constexpr, PREC: tl.constexpr, TMA: tl.constexpr, STAGES: tl.constexpr,
-             BAND_STAGES: tl.constexpr):  # fmt: skip
+             out, dz, parts, vparts, bias, rule, ranges, seed, sq, sk, sv, sg, sqx, skx, svx, sdk, sdv, su, c, tau,
+             inverse, drop, H, G, h0, heads, B, Tq, Tk, offset, lo, hi, left, right, batch, D: tl.constexpr,
+             DV: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+             UNIT: tl.constexpr, BANDS: tl.constexpr, VALUES: tl.constexpr, BAND: tl.constexpr, SIDES: tl.constexpr,
+             SHIFT_Q: tl.constexpr, SHIFT_K: tl.constexpr, SHIFT_V: tl.constexpr, STORE: tl.constexpr,
+             PARTS: tl.constexpr, BIASED: tl.constexpr, SHARED: tl.constexpr, RANGED: tl.constexpr,
+             MASKED: tl.constexpr, ELEMENTWISE: tl.constexpr, DROPOUT: tl.constexpr, PREC: tl.constexpr,
+             TMA: tl.constexpr, STAGES: tl.constexpr, BAND_STAGES: tl.constexpr):  # fmt: skip
     """dK = τ·dSᵀ·Q and dV = Pᵀ·dO of BN keys, summed over the G query heads of their key head, in order."""
     blocks = (Tk + BN - 1) // BN
     j0 = tl.program_id(0) % blocks * BN
@@ -291,17 +302,17 @@ def grad_key(q, k, v, g, qx, kx, vx, dk, dv, stats, stat, pad, terms, z0, z1, z2
     if SHARED:
         for h in range(hk * G, hk * G + G):
             acc_k, acc_v = _key_head(acc_k, acc_v, q, k, v, g, qx, kx, vx, stats, stat, pad, terms, zs, values, ys, out,
-                                     dz, parts, vparts, rule, ranges, seed, sq, sk, sv, sg, sqx, skx, svx, c, inverse,
-                                     drop, H, h0, heads, B, Tq, Tk, offset, lo, hi, left, right, batch, b, h, hk, j0, D,
-                                     DV, BD, BV, BM, BN, UNIT, BANDS, VALUES, BAND, SIDES, SHIFT_Q, SHIFT_K, SHIFT_V,
-                                     STORE, PARTS, RANGED, MASKED, ELEMENTWISE, DROPOUT, PREC, TMA, STAGES,
-                                     BAND_STAGES)  # fmt: skip
+                                     dz, parts, vparts, bias, su, rule, ranges, seed, sq, sk, sv, sg, sqx, skx, svx, c,
+                                     inverse, drop, H, h0, heads, B, Tq, Tk, offset, lo, hi, left, right, batch, b, h,
+                                     hk, j0, D, DV, BD, BV, BM, BN, UNIT, BANDS, VALUES, BAND, SIDES, SHIFT_Q, SHIFT_K,
+                                     SHIFT_V, STORE, PARTS, BIASED, RANGED, MASKED, ELEMENTWISE, DROPOUT, PREC, TMA,
+                                     STAGES, BAND_STAGES)  # fmt: skip
     else:
         acc_k, acc_v = _key_head(acc_k, acc_v, q, k, v, g, qx, kx, vx, stats, stat, pad, terms, zs, values, ys, out, dz,
-                                 parts, vparts, rule, ranges, seed, sq, sk, sv, sg, sqx, skx, svx, c, inverse, drop,
-                                 H, h0, heads, B, Tq, Tk, offset, lo, hi, left, right, batch, b, hk, hk, j0, D, DV,
-                                 BD, BV, BM, BN, UNIT, BANDS, VALUES, BAND, SIDES, SHIFT_Q, SHIFT_K, SHIFT_V, STORE,
-                                 PARTS, RANGED, MASKED, ELEMENTWISE, DROPOUT, PREC, TMA, STAGES,
-                                 BAND_STAGES)  # fmt: skip
+                                 parts, vparts, bias, su, rule, ranges, seed, sq, sk, sv, sg, sqx, skx, svx, c,
+                                 inverse, drop, H, h0, heads, B, Tq, Tk, offset, lo, hi, left, right, batch, b, hk, hk,
+                                 j0, D, DV, BD, BV, BM, BN, UNIT, BANDS, VALUES, BAND, SIDES, SHIFT_Q, SHIFT_K,
+                                 SHIFT_V, STORE, PARTS, BIASED, RANGED, MASKED, ELEMENTWISE, DROPOUT, PREC, TMA,
+                                 STAGES, BAND_STAGES)  # fmt: skip
     store_rows(dk, sdk, b, hk, j0, Tk, acc_k * tau, D, BN, BD)
     store_rows(dv, sdv, b, hk, j0, Tk, acc_v, DV, BN, BV)

@@ -7,7 +7,7 @@ row's gradient is then the sum over its columns' residues and its ends (reduce).
 import triton
 import triton.language as tl
 
-from .operands import added
+from .operands import added, operand
 from .project import ends, row_of, rows_of_tile, stored
 
 _RUNTIME = [
@@ -89,11 +89,15 @@ def fold(dz, table, acc, sums, out, ranges, th, tr, origin, step, size, eh, er, 
 
 
 @triton.jit(do_not_specialize=_RUNTIME)
-def collect(dz, x, out, ranges, sx, head, stride, H, G, h0, heads, B, rows, others, offset, ahead, behind, shift, cmin,
-            length, batch, D: tl.constexpr, BD: tl.constexpr, WM: tl.constexpr, WN: tl.constexpr, TM: tl.constexpr,
-            PACK: tl.constexpr, CB: tl.constexpr, SIZE: tl.constexpr, RANGED: tl.constexpr, SCALAR: tl.constexpr,
-            GATED: tl.constexpr, PREC: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
-    """out[h, ρ, c] = Σ over batch and rows r ≡ ρ of dz[r, cmin + c − ρ] · x_r (SCALAR: · gate_r, or 1)."""
+def collect(dz, x, bias, out, ranges, sx, su, head, stride, H, G, h0, heads, B, rows, others, offset, ahead, behind,
+            shift, cmin, length, batch, D: tl.constexpr, BD: tl.constexpr, WM: tl.constexpr, WN: tl.constexpr,
+            TM: tl.constexpr, PACK: tl.constexpr, CB: tl.constexpr, SIZE: tl.constexpr, RANGED: tl.constexpr,
+            SCALAR: tl.constexpr, GATED: tl.constexpr, BIASED: tl.constexpr, PREC: tl.constexpr,
+            STAGES: tl.constexpr):  # fmt: skip
+    """out[h, ρ, c] = Σ over batch and rows r ≡ ρ of dz[r, cmin + c − ρ] · x_r (SCALAR: · gate_r, or 1).
+
+    BIASED: x_r + bias_h instead of x_r.
+    """
     block = tl.program_id(0)
     local = tl.program_id(1) // 8
     rho = tl.program_id(1) % 8
@@ -127,6 +131,9 @@ def collect(dz, x, out, ranges, sx, head, stride, H, G, h0, heads, B, rows, othe
             number += tl.sum(value, 0)
         else:
             right = tl.load(xrow[:, None] + d[None, :], mask=(r[:, None] < rows) & (d[None, :] < D), other=0.0)
+            if BIASED:
+                moved = right.to(tl.float32) + tl.load(bias + h * su + d, mask=d < D, other=0.0).to(tl.float32)[None, :]
+                right = operand(moved.to(right.dtype), PREC)
             total = added(total, tl.trans(ds), right, zero, PREC)
     at = tl.cast(local * 8 + rho, tl.int64) * length + block * CB + cc
     if SCALAR:

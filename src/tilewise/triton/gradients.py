@@ -8,6 +8,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..call import Call
 from . import config
+from .biases import content_of, rows_of_heads
 from .buffers import spaced_like
 from .cached import cached
 from .config import Tiles, backward_tiles, fold_tiles, projection_tiles
@@ -51,9 +52,9 @@ class _Backward:
         self.need_q, self.need_k, self.need_v = need[:3]
         self.dq, self.dk, self.dv = grads[:3]
         rest = iter(zip(need[3:], grads[3:], strict=True))
-        self.table, self.left = {}, {}
+        self.table, self.left, self.content, self.bias = {}, {}, {}, {}
         for n, port in enumerate(L.ports):
-            for name in ("table", "left")[: len(port.tensors)]:
+            for name in port.names:
                 wanted, grad = next(rest)
                 if wanted:
                     getattr(self, name)[n] = grad
@@ -61,7 +62,11 @@ class _Backward:
         wanted = lambda n: n in self.table or n in self.left  # noqa: E731
         self.own = [n for n in kind("query") if L.ports[n].left is None]
         # Whose gradients come from dS by queries (and by keys), and who shares in dQ or dK.
-        self.by_query = [n for n in kind("scalar", "query") if wanted(n) or (n in self.own and self.need_q)]
+        # Biases' gradients need the two parts of dQ apart.
+        self.apart = bool(self.content or self.bias)
+        self.by_query = [
+            n for n in kind("scalar", "query") if wanted(n) or n in self.bias or (n in self.own and self.need_q)
+        ]
         self.by_key = [n for n in kind("key") if n in self.table or self.need_k]
         self.by_value = [n for n in L.values if n in self.table]
         self.qtables, self.ktables, self.vtables = L.shifting("key"), L.shifting("query"), L.shifting("value")
@@ -101,7 +106,8 @@ class _Backward:
         self.query_parts = new(B, H, self.blocks_q, 2, L.d) if self.parts_q else None
         self.key_parts = new(B, H, self.blocks_k, 2, L.d) if self.parts_k else None
         self.value_parts = new(B, H, self.blocks_k, 2, L.dv) if self.vtables else None
-        self.dq32 = new(B, H, L.Tq, L.d) if self.own and self.need_q else None
+        self.dq32 = new(B, H, L.Tq, L.d) if self.apart or (self.own and self.need_q) else None
+        self.dp32 = new(B, H, L.Tq, L.d) if self.apart and (self.need_q or self.bias) else None
         self.dk32 = new(B, L.Hk, L.Tk, L.d) if self.by_key and self.need_k else None
         # A table that the heads share: its gradient by head first, then one sum in the heads' order.
         self.by_head = {n: new(H, *grad.shape[1:]) for n, grad in self.table.items() if grad.shape[0] == 1}
@@ -116,6 +122,16 @@ class _Backward:
             self._share(h0, share)
         for n, grads in self.by_head.items():
             self.table[n].copy_(grads.sum(0, keepdim=True))
+
+    def _join(self):
+        """The biases' gradients from the two parts of dQ, and dQ, their sum."""
+        tau = self.L.call.scale
+        for grads, part in ((self.content, self.dq32), (self.bias, self.dp32)):
+            for grad in grads.values():
+                total = part.sum((0, 2)).mul_(tau)
+                grad.copy_(total if grad.shape[0] > 1 else total.sum(0, keepdim=True))
+        if self.need_q:
+            self.dq.copy_(self.dq32.add_(self.dp32).mul_(tau))
 
     def in_place(self) -> int | None:
         """The port whose projection becomes dS by query: each tile of it is last read where that of dS is written.
@@ -145,11 +161,14 @@ class _Backward:
         dz_k = L.buffer(L.geometry(True, (BLOCK, BLOCK)), heads, L.dtype) if self.by_key else None
         if self.need_k or self.need_v or dz_k or self.parts_k or self.by_value:
             self._key_pass(made, values, dz_k, h0, heads)
-        if self.need_q or dz_q or self.parts_q or self.sums != "none":
+        if self.need_q or self.apart or dz_q or self.parts_q or self.sums != "none":
             self._query_pass(made, values, dz_q, h0, heads)
         keys = [n for n in L.score if L.ports[n].kind == "key"]
         for ports, dz, acc, out in ((self.own, dz_q, self.dq32, self.dq), (keys, dz_k, self.dk32, self.dk)):
-            if acc is not None:
+            if self.apart and ports is self.own:
+                if self.dp32 is not None:
+                    fold_rows(L, ports[0], dz, None, None, self.dp32, 1.0, h0, heads, 1, self.fold_shape)
+            elif acc is not None:
                 for n in ports:
                     to, scale = (out, L.call.scale) if n == ports[-1] else (acc, 1.0)
                     fold_rows(L, n, dz, acc, None, to, scale, h0, heads, L.G if ports is keys else 1, self.fold_shape)
@@ -164,8 +183,10 @@ class _Backward:
         if self.by_value:
             P = store_probabilities(L, made, self.lse, self.tiles_q, h0, heads, self.tma)
         if h0 + heads == L.H:
+            if self.apart:
+                self._join()
             # What only the passes read makes room for the tables' gradients.
-            self.qx = self.kx = self.vx = self.dq32 = self.dk32 = None
+            self.qx = self.kx = self.vx = self.dq32 = self.dp32 = self.dk32 = None
         del made, values
         sources = {"scalar": dz_q, "query": dz_q, "key": dz_k, "value": P}
         for n in self.table:
@@ -231,7 +252,7 @@ class _Backward:
         bands, middle = self._shared_args(made, values, dz, tiles, False)
         rows, strides = self._tiles_of(tiles)
         out, tau = (self.dq32, 1.0) if self.dq32 is not None else (self.dq, L.call.scale)
-        if not self.need_q:
+        if not self.need_q and out is not self.dq32:
             out = torch.empty(L.B, L.H, L.Tq, L.d, dtype=L.dtype, device=L.device)
         launch(
             grad_query, (self.blocks_q * L.B * heads,), *rows, out, *self._statistics(tiles), *middle, self.sum_buffer,
@@ -249,11 +270,13 @@ class _Backward:
         dk = dk if self.need_k else spare(L.d)
         dv = self.dv if self.need_v else spare(L.dv)
         parts = [L.anchor if p is None else p for p in (self.key_parts, self.value_parts)]
+        biased = content_of(L) is not None
+        u, step = rows_of_heads(L, "content") if biased else (L.anchor, 0)
         launch(
             grad_key, (self.blocks_k * L.B * (heads // L.G),), *rows, dk, dv, *self._statistics(tiles), *middle, *parts,
-            L.mask.rule, L.mask.keys, L.seed, *strides, dk.stride()[:3], dv.stride()[:3], L.c, tau,
-            *self._sizes(h0, heads), STORE=dz is not None, PARTS=self.parts_k, SHARED=L.G > 1, MASKED=L.masked(),
-            **self._meta(bands, tiles),
+            u, L.mask.rule, L.mask.keys, L.seed, *strides, dk.stride()[:3], dv.stride()[:3], step, L.c, tau,
+            *self._sizes(h0, heads), STORE=dz is not None, PARTS=self.parts_k, BIASED=biased, SHARED=L.G > 1,
+            MASKED=L.masked(), **self._meta(bands, tiles),
         )  # fmt: skip
 
     def _table(self, n: int, dz: Buffer, h0: int, heads: int):
@@ -261,6 +284,8 @@ class _Backward:
         L, g, port = self.L, dz.geometry, self.L.ports[n]
         grad = self.by_head.get(n, self.table[n])
         scalar = port.kind == "scalar"
+        biased = port.bias is not None
+        v, step = rows_of_heads(L, "bias") if biased else (L.anchor, 0)
         x = {"scalar": L.lefts[n], "query": L.left_factor(n), "key": L.factors[1], "value": self.g}[port.kind]
         group = L.G if port.kind == "key" else 1
         width = 1 if scalar else grad.shape[2]
@@ -269,11 +294,12 @@ class _Backward:
         partial = torch.empty(heads, 8, length, width, dtype=torch.float32, device=L.device)
         offset, ahead, behind = L.band_args(g)
         launch(
-            collect, (length // CB, heads * 8), dz.memory, L.anchor if x is None else x.x, partial, L.ranges(g.keyed),
-            (0, 0, 0) if x is None else x.strides, g.head, g.stride, L.H, group, h0, heads, L.B, g.rows, g.others,
-            offset, ahead, behind, g.shift, g.first, length, L.mask.batch, D=width, BD=padded(width), WM=BLOCK,
-            WN=BLOCK, TM=TM, PACK=pack, CB=CB, SIZE=BLOCK, RANGED=L.mask.ranged, SCALAR=scalar,
-            GATED=scalar and x is not None, PREC=L.precision, STAGES=stages, num_warps=warps,
+            collect, (length // CB, heads * 8), dz.memory, L.anchor if x is None else x.x, v, partial,
+            L.ranges(g.keyed), (0, 0, 0) if x is None else x.strides, step, g.head, g.stride, L.H, group, h0, heads,
+            L.B, g.rows, g.others, offset, ahead, behind, g.shift, g.first, length, L.mask.batch, D=width,
+            BD=padded(width), WM=BLOCK, WN=BLOCK, TM=TM, PACK=pack, CB=CB, SIZE=BLOCK, RANGED=L.mask.ranged,
+            SCALAR=scalar, GATED=scalar and x is not None, BIASED=biased, PREC=L.precision, STAGES=stages,
+            num_warps=warps,
         )  # fmt: skip
         order, starts = _by_row(port.rows, g, grad.shape[1], L.device)
         left, right = L.ends[n] if L.sides else (-1, -1)

@@ -23,9 +23,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from .biases import rows_of_heads
 from .launch import cdiv, launch
 from .plan import Layout, Source
-from .skew import to_half, visible
+from .skew import add_biases, to_half, visible
 
 __all__ = ["forward", "unsuited"]
 
@@ -74,11 +75,14 @@ def _fetch(k, p, v, ks, ps, vs, bars, slot, b, hk, hp, j, row, go, BYTES: gl.con
 
 
 @gluon.jit(do_not_specialize=["c", "H", "G", "HP", "Tq", "Tk", "offset", "origin", "left", "right", "batch"])
-def attend_linear(q, w, k, v, p, o, lse, rule, ranges, c, H, G, HP, Tq, Tk, offset, origin, left, right, batch,
-                  D: gl.constexpr, DTYPE: gl.constexpr, WRITE: gl.constexpr, READ: gl.constexpr,
-                  RANGED: gl.constexpr, MASKED: gl.constexpr, GATHER: gl.constexpr, STAGES: gl.constexpr,
-                  ROWS: gl.constexpr, num_warps: gl.constexpr):  # fmt: skip
-    """O and lse of 64 queries. `origin` is the table row of offset 0; rows descend in δ."""
+def attend_linear(q, w, k, v, p, content, bias, o, lse, rule, ranges, c, H, G, HP, Tq, Tk, offset, origin, head_u,
+                  head_v, left, right, batch, D: gl.constexpr, DTYPE: gl.constexpr, WRITE: gl.constexpr,
+                  READ: gl.constexpr, BIASED: gl.constexpr, RANGED: gl.constexpr, MASKED: gl.constexpr,
+                  GATHER: gl.constexpr, STAGES: gl.constexpr, ROWS: gl.constexpr, num_warps: gl.constexpr):  # fmt: skip
+    """O and lse of 64 queries. `origin` is the table row of offset 0; rows descend in δ.
+
+    BIASED: w is not read: its rows are q + bias, and the queries are q + content.
+    """
     s_mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _T, 16])
     o_mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     row_of_s: gl.constexpr = gl.SliceLayout(1, s_mma)
@@ -116,14 +120,17 @@ def attend_linear(q, w, k, v, p, o, lse, rule, ranges, c, H, G, HP, Tq, Tk, offs
         mbarrier.init(bars.index(stage), count=1)
     fence_async_shared()
     first = bars.index(STAGES)
-    mbarrier.expect(first, 3 * BYTES)
+    mbarrier.expect(first, 2 * BYTES if BIASED else 3 * BYTES)
     tma.async_copy_global_to_shared(q, [b, h, i0, 0], first, qs)
-    tma.async_copy_global_to_shared(w, [b, h, i0, 0], first, ws)
+    if not BIASED:
+        tma.async_copy_global_to_shared(w, [b, h, i0, 0], first, ws)
     tma.async_copy_global_to_shared(p, [hp, row - _T, 0], first, ps.index(STAGES - 1))
     for stage in gl.static_range(STAGES - 1):
         at_j, at_row = lo + stage * _T, row + stage * _T
         _fetch(k, p, v, ks, ps, vs, bars, stage, b, hk, hp, at_j, at_row, stage < tiles, BYTES)
     mbarrier.wait(first, 0)
+    if BIASED:
+        add_biases(qs, ws, content + h.to(gl.int64) * head_u, bias + h.to(gl.int64) * head_v, D)
     zero = gl.zeros([_T, _T], gl.float32, s_mma)
     g = warpgroup_mma(ws, ps.index(STAGES - 1).permute((1, 0)), zero, use_acc=False, is_async=True)
     g = warpgroup_mma_wait(0, deps=[g])
@@ -221,12 +228,14 @@ def forward(L: Layout, o: Tensor, lse: Tensor) -> None:
 
     box = [1, _TILE, L.d]
     positions = TensorDescriptor(table, list(table.shape), list(table.stride()), box, layout(box))
+    (u, head_u), (v, head_v) = (rows_of_heads(L, n) if port.biased else (L.anchor, 0) for n in ("content", "bias"))
     launch(
         attend_linear, (cdiv(L.Tq, _TILE) * L.B * L.H,), rows(L.q), rows(L.lefts[0]), rows(L.k), rows(L.v),
-        positions, rows(o), lse, L.mask.rule, L.mask.queries, L.c, L.H, L.G, table.shape[0], L.Tq, L.Tk, call.offset,
-        reach, L.mask.left, L.mask.right, L.mask.batch, D=L.d, DTYPE=_gluon(L.dtype), WRITE=_padded(16),
-        READ=_padded(8), RANGED=L.mask.ranged, MASKED=L.masked(_TILE) or L.mask.elementwise, GATHER=HAS_GATHER,
-        STAGES=_STAGES, ROWS=layout([_TILE, L.d]), num_warps=4,
+        positions, u, v, rows(o), lse, L.mask.rule, L.mask.queries, L.c, L.H, L.G, table.shape[0], L.Tq, L.Tk,
+        call.offset, reach, head_u, head_v, L.mask.left, L.mask.right, L.mask.batch, D=L.d, DTYPE=_gluon(L.dtype),
+        WRITE=_padded(16), READ=_padded(8), BIASED=port.biased, RANGED=L.mask.ranged,
+        MASKED=L.masked(_TILE) or L.mask.elementwise, GATHER=HAS_GATHER, STAGES=_STAGES, ROWS=layout([_TILE, L.d]),
+        num_warps=4,
     )  # fmt: skip
 
 

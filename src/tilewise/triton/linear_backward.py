@@ -19,6 +19,7 @@ from ..call import Call
 from .band_keys import key_pass
 from .band_queries import query_pass
 from .band_tables import Diagonals
+from .biases import add_up, rows_of_heads
 from .hopper import dtype_of, expanded, misfits, rows_layout, tiles_of, unfitting
 from .launch import cdiv, launch
 from .masks import BLOCK
@@ -112,7 +113,14 @@ class _Backward:
         # Where a port's tensors are among the gradients.
         places = [3 + sum(len(p.tensors) for p in L.ports[:n]) for n in range(len(L.ports))]
         self.table = {n: grads[at] for n, at in enumerate(places) if need[at]}
-        self.left = None if self.own else places[self.query] + 1
+        at = {name: places[self.query] + n for n, name in enumerate(L.ports[self.query].names)}
+        self.left = at.get("left")
+        self.biased = L.ports[self.query].biased
+        # By which of a program's two sums each bias gets its gradient.
+        wanted = {name for name, position in at.items() if need[position]}
+        self.biases = {n: grads[at[name]] for n, name in enumerate(("content", "bias")) if name in wanted}
+        rows = [rows_of_heads(L, name) if self.biased else (L.anchor, 0) for name in ("content", "bias")]
+        self.rows, self.steps = zip(*rows, strict=True)
         g = Source(do)
         if not g.describable:
             g = Source(do.clone(memory_format=torch.contiguous_format))
@@ -154,7 +162,8 @@ class _Backward:
         if self.need[1] or self.need[2] or from_keys:
             self._keys()
         parts = None
-        if self.need[0] or (self.left and self.need[self.left]) or self.query in self.table or (from_keys and L.sides):
+        from_queries = self.need[0] or self.biases or (self.left and self.need[self.left]) or self.query in self.table
+        if from_queries or (from_keys and L.sides):
             parts = self._queries()
         if from_keys:
             self.diagonals_c.finish(self.sums_c, None if parts is None else parts[:, :, 1], self.table[self.key])
@@ -170,7 +179,7 @@ class _Backward:
         L = self.L
         stages, registers = alone if self.own and self.key is None and L.d == 64 else (2, None)
         return dict(
-            D=L.d, DTYPE=dtype_of(L.dtype), OWN=self.own, KEY=self.key is not None, SIDES=L.sides,
+            D=L.d, DTYPE=dtype_of(L.dtype), OWN=self.own, BIASED=self.biased, KEY=self.key is not None, SIDES=L.sides,
             SHIFTED=self.shifted, RANGED=L.mask.ranged, MASKED=L.masked(TILE) or L.mask.elementwise,
             STAGES=stages, ROWS=rows_layout(L.d, L.dtype), SQUARE=self.square, num_warps=4,
             **({"maxnreg": registers} if registers else {}),
@@ -179,7 +188,7 @@ class _Backward:
     def _sizes(self, base: int, batch: int):
         L = self.L
         return (self.heads_a, self.heads_c, L.Tq, L.Tk, self.stats.shape[2], L.call.offset, L.lo, L.hi, self.origin_a,
-                self.origin_c, base, L.mask.left, L.mask.right, batch)  # fmt: skip
+                self.origin_c, base, *self.steps, L.mask.left, L.mask.right, batch)  # fmt: skip
 
     def _shares(self, total: int, columns: int, group: int) -> int:
         """Row blocks of one launch: as many as fit, in even shares of whole waves."""
@@ -211,8 +220,8 @@ class _Backward:
         for f0 in range(0, total, share):
             f1 = min(total, f0 + share)
             launch(
-                key_pass, (f1 - f0,), *self.tensors, tiles_of(Source(dk)), tiles_of(Source(dv)), described, self.stats,
-                L.mask.rule, L.mask.keys, L.c, L.call.scale, f0, L.B, L.H, L.Hk, L.G,
+                key_pass, (f1 - f0,), *self.tensors, tiles_of(Source(dk)), tiles_of(Source(dv)), described,
+                *self.rows, self.stats, L.mask.rule, L.mask.keys, L.c, L.call.scale, f0, L.B, L.H, L.Hk, L.G,
                 *self._sizes(base, L.mask.batch),
                 SHARED=L.G > 1, **self._meta(KEYS_ALONE),
             )  # fmt: skip
@@ -237,6 +246,8 @@ class _Backward:
         if L.sides:
             width = 1 if self.key is None else 2
             parts = torch.empty(L.H, L.B * blocks, width, 2, L.d, dtype=torch.float32, device=L.device)
+        elif self.biased:
+            parts = torch.empty(L.H, L.B * blocks, 2, L.d, dtype=torch.float32, device=L.device)
         ranges, batch, meta = L.mask.queries, L.mask.batch, self._meta(QUERIES_ALONE)
         if self.split:
             ranges, batch = self._bands(blocks)
@@ -247,13 +258,15 @@ class _Backward:
             f1 = min(total, f0 + share)
             launch(
                 query_pass, (f1 - f0,), *self.tensors, tiles_of(Source(dq)), tiles_of(Source(dw)), described, ends,
-                parts, self.stats, L.mask.rule, ranges, L.c, L.call.scale, f0, L.B, L.H, L.G, *sizes[:10],
+                parts, *self.rows, self.stats, L.mask.rule, ranges, L.c, L.call.scale, f0, L.B, L.H, L.G, *sizes[:10],
                 *L.ends[n], L.head_stride(n), ends.stride(1), *sizes[10:], **meta,
             )  # fmt: skip
             if n in self.table:
                 diagonals.add(dg, sums, f0, f1)
         if self.split:
             self._sides(total, dq, parts)
+        for which, grad in self.biases.items():
+            add_up(parts[:, :, which], grad, L.call.scale)
         for written, grad in ((dq, to_q), (dw, to_w)):
             if grad is not None:
                 grad.copy_(written)

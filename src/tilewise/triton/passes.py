@@ -7,6 +7,7 @@ from torch import Tensor
 
 from ..call import Call, Unsupported
 from . import config
+from .biases import content_band, content_edge, content_of
 from .buffers import spaced
 from .config import Tiles, backward_tiles, fold_tiles, projection_tiles
 from .core import attend, probabilities
@@ -116,7 +117,8 @@ def project_scores(L: Layout, block: tuple[int, int], h0: int, heads: int, shape
     `block` is the (queries, keys) block on which bands are decided. Kept projections lie in blocks of the forward's
     tiles; `made_before`: they hold their values already.
     """
-    made = {}
+    content = content_of(L)
+    made = {} if content is None else {"content": content}
     for n in L.score:
         port = L.ports[n]
         if port.kind == "scalar":
@@ -136,6 +138,11 @@ def terms_of(L: Layout, made: dict, tiles: Tiles, tma: bool, most: int = MOST):
     """(device functions, fields, `most` descriptors) of what :func:`project_scores` made, for these tiles."""
     functions, terms, zs = [], [], []
     for n, source in made.items():
+        if n == "content":
+            functions.append((content_band, content_edge))
+            terms.append(source)
+            zs.append(None)
+            continue
         make = L.toeplitz_term if L.ports[n].kind == "scalar" else L.skewed_term
         function, term, z = make(n, source, tiles, tma)
         functions.append(function)

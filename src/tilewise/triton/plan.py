@@ -12,6 +12,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from ..call import Call
 from ..terms import Port
 from . import config
+from .biases import position_of
 from .buffers import Buffer, Lookup, Slab, Source, spaced
 from .cached import cached
 from .config import Limits, Tiles, forward_tiles
@@ -305,16 +306,17 @@ class Layout(Facts):
 
     def project(self, n: int, x: Source, group: int, buffer: Buffer, scale: float, h0: int, heads: int, tile, shape):
         """Port n's projection of x (rows of one head in `group`) into the buffer, for heads h0 … h0 + heads − 1."""
-        g, at = buffer.geometry, self.lookup(n, buffer.geometry)
+        g, at, bias = buffer.geometry, self.lookup(n, buffer.geometry), position_of(self, n)
         TM, CB, warps, stages, pack = fitted(shape, g.rows, self.B)
         offset, ahead, behind = self.band_args(g)
         width = at.table.shape[2]
         launch(
-            project, (8 * cdiv(g.rows, 8 * TM // pack) * cdiv(self.B, pack) * heads,), x.x, at.table, buffer.memory,
-            self.ranges(g.keyed), x.strides, *at.args, scale, g.head, g.stride, self.H, group, h0, heads, self.B,
-            g.rows, g.others, offset, ahead, behind, g.shift, g.first, g.span, self.mask.batch, D=width,
+            project, (8 * cdiv(g.rows, 8 * TM // pack) * cdiv(self.B, pack) * heads,), x.x, at.table,
+            buffer.memory, bias[0] if bias else x.x, self.ranges(g.keyed), x.strides, at.head, at.row,
+            bias[1] if bias else 0, at.origin, at.step, at.size, scale, g.head, g.stride, self.H, group, h0, heads,
+            self.B, g.rows, g.others, offset, ahead, behind, g.shift, g.first, g.span, self.mask.batch, D=width,
             BD=padded(width), WM=tile[0], WN=tile[1], TM=TM, PACK=pack, CB=CB, SIZE=BLOCK, RANGED=self.mask.ranged,
-            PREC=self.precision, STAGES=stages, num_warps=warps,
+            BIASED=bias is not None, PREC=self.precision, STAGES=stages, num_warps=warps,
         )  # fmt: skip
 
     def slab(self, n: int, block: tuple[int, int]) -> Slab:

@@ -88,11 +88,15 @@ def expand(table, rows_of, out, th, tr, columns, D: tl.constexpr, BD: tl.constex
 
 
 @triton.jit(do_not_specialize=_RUNTIME)
-def project(x, table, z, ranges, sx, th, tr, origin, step, size, scale, head, stride, H, G, h0, heads, B, rows, others,
-            offset, ahead, behind, shift, cmin, span, batch, D: tl.constexpr, BD: tl.constexpr, WM: tl.constexpr,
-            WN: tl.constexpr, TM: tl.constexpr, PACK: tl.constexpr, CB: tl.constexpr, SIZE: tl.constexpr,
-            RANGED: tl.constexpr, PREC: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
-    """z[r, column] = scale · x_r · table[row_of(column)], skewed: program (tile, residue), sequences·heads."""
+def project(x, table, z, bias, ranges, sx, th, tr, bh, origin, step, size, scale, head, stride, H, G, h0, heads, B,
+            rows, others, offset, ahead, behind, shift, cmin, span, batch, D: tl.constexpr, BD: tl.constexpr,
+            WM: tl.constexpr, WN: tl.constexpr, TM: tl.constexpr, PACK: tl.constexpr, CB: tl.constexpr,
+            SIZE: tl.constexpr, RANGED: tl.constexpr, BIASED: tl.constexpr, PREC: tl.constexpr,
+            STAGES: tl.constexpr):  # fmt: skip
+    """z[r, column] = scale · (x_r · table[row_of(column)] + bias[row_of(column)]), skewed.
+
+    Program (tile, residue), sequences·heads. BIASED: `bias` has a number for each table row, heads `bh` apart.
+    """
     TALL: tl.constexpr = 8 * (TM // PACK)
     tiles = (rows + TALL - 1) // TALL * 8
     pid = tl.program_id(0) % tiles
@@ -118,7 +122,10 @@ def project(x, table, z, ranges, sx, th, tr, origin, step, size, scale, head, st
     for block in tl.range(bfrom, bto, num_stages=STAGES):
         row = row_of(block * CB + cc - rho, origin, step, size)
         right = tl.load(table + row[None, :] * tr + d[:, None], mask=d[:, None] < D, other=0.0)
-        value = tl.dot(left, right, input_precision=PREC) * scale
+        value = tl.dot(left, right, input_precision=PREC)
+        if BIASED:
+            value += tl.load(bias + tl.cast(h, tl.int64) * bh + row)[None, :]
+        value *= scale
         if z.dtype.element_ty == tl.float16:
             value = tl.clamp(value, -65504.0, 65504.0)
         place = (first + down + (cmin + block * CB))[:, None] + cc[None, :]

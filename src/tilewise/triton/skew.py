@@ -11,9 +11,11 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 __all__ = [
-    "TILE", "barrier", "carried", "left_shift", "right_shift", "skew", "skew_carried", "to_half", "unskew", "visible",
+    "TILE", "add_biases", "barrier", "carried", "left_shift", "products", "right_shift", "skew", "skew_carried",
+    "to_half", "unskew", "visible",
 ]  # fmt: skip
 
 TILE = 64
@@ -124,6 +126,28 @@ def unskew(before, now):
 def to_half(x):
     """fp16, saturated at ±65504."""
     return gl.inline_asm_elementwise("cvt.rn.satfinite.f16x2.f32 $0, $2, $1;", "=r,r,r", [x], gl.float16, True, 2)
+
+
+@gluon.jit
+def add_biases(q, w, u, v, D: gl.constexpr):
+    """q += u and w = q + v for 64 rows in shared memory, rounded once; the products that follow may read them."""
+    blocked: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
+    d = gl.arange(0, D, gl.SliceLayout(0, blocked))
+    content = gl.load(u + d).to(gl.float32)
+    position = gl.load(v + d).to(gl.float32)
+    x = q.load(blocked).to(gl.float32)
+    w.store((x + position[None, :]).to(q.dtype))
+    q.store((x + content[None, :]).to(q.dtype))
+    fence_async_shared()
+    barrier()
+
+
+@gluon.jit
+def products(rows, row, D: gl.constexpr, ROW: gl.constexpr):
+    """rows_i · row for 64 rows in shared memory and one in device memory, in fp32."""
+    blocked: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
+    value = gl.load(row + gl.arange(0, D, gl.SliceLayout(0, blocked))).to(gl.float32)
+    return gl.convert_layout(gl.sum(rows.load(blocked).to(gl.float32) * value[None, :], 1), ROW)
 
 
 @gluon.jit
