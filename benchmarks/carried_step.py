@@ -5,8 +5,9 @@
 The model and the systems are those of ``tilewise bench run --set carried``. For each system: ms of a step at 4,096
 tokens; ms of the same step at 128 tokens, where the GPU has next to nothing to do, so that this is what the host takes;
 and from one traced step the GPU's busy time (the union of its kernels), the gaps between kernels, and the kernels that
-take most. Before anything is timed the loss and the norm of the gradient are compared: without a carry with PyTorch's
-attention, and plans with one another.
+take most. Steps are traced once all systems have been timed, so that nothing of the profiler is left while one is.
+Before a system is timed its loss and the norm of its gradient are taken, and compared at the end: without a carry with
+PyTorch's attention, and plans with one another.
 """
 
 from __future__ import annotations
@@ -117,15 +118,14 @@ def traced(step: Step, tokens: int) -> dict:
 
 
 def allocations(device: str) -> int:
-    return torch.cuda.memory_stats().get("num_device_alloc", 0) if device == "cuda" else 0
+    return torch.cuda.memory_stats()["num_device_alloc"] if device == "cuda" else 0
 
 
-def measure(system: str, args) -> dict:
-    """One system's record."""
-    step = Step(system, args.layers, args.tokens, args.device)
+def measure(step: Step, args) -> dict:
+    """One system's record, without a trace."""
     loss, grads = step(args.tokens)
     norm = torch.stack([g.float().norm() for g in grads]).norm()
-    record = {"system": system, "loss": loss.item(), "norm": norm.item()}
+    record = {"system": step.system, "loss": loss.item(), "norm": norm.item()}
     del loss, grads
     step(args.tokens)
     step(args.short)
@@ -134,8 +134,6 @@ def measure(system: str, args) -> dict:
     record["device_allocations"] = allocations(args.device) - before
     record["host_samples"] = timed(step, args.short, args.rounds)
     record["ms"], record["host_ms"] = median(record["samples"]), median(record["host_samples"])
-    record["trace"] = traced(step, args.tokens) if args.device == "cuda" else {}
-    del step
     gc.collect()
     if args.device == "cuda":
         torch.cuda.empty_cache()
@@ -171,13 +169,19 @@ def main() -> None:
                               for s in args.systems if s.startswith("tilewise") or s == "no-carry")  # fmt: skip
         compiled = Compiler()([Job(plan, fill=fill) for plan in plans for fill in (1e9, 0.0)])
         say(f"{len(compiled)} kernels compiled", [why for _, _, why in compiled if why] or "")
-    records = []
+    records, steps = [], []
     for system in args.systems:
         if time.time() - START > args.seconds:
             say("time is up before", system)
             break
-        records.append(measure(system, args))
-        say(system, f"{records[-1]['ms']:.1f} ms")
+        steps.append(Step(system, args.layers, args.tokens, args.device))
+        # Later collections need not look at what lives until the end.
+        gc.collect()
+        gc.freeze()
+        records.append(measure(steps[-1], args))
+        say(system, f"{records[-1]['ms']:.1f} ms, host {records[-1]['host_ms']:.1f} ms")
+    for step, record in zip(steps, records, strict=True):
+        record["trace"] = traced(step, args.tokens) if args.device == "cuda" else {}
     wrong = disagreements(records)
     gpu = torch.cuda.get_device_name() if args.device == "cuda" else "cpu"
     environment = {"gpu": gpu, "torch": torch.__version__, "triton": triton.__version__}

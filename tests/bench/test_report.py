@@ -6,9 +6,10 @@ import pytest
 from typer.testing import CliRunner
 
 from tilewise.bench import records, runner
+from tilewise.bench.carried import CARRIED
 from tilewise.bench.cli import app
 from tilewise.bench.relative import RELATIVE
-from tilewise.bench.report import failures, lost, render, tables
+from tilewise.bench.report import carry_costs, failures, lost, render, tables
 from tilewise.bench.worker import blank
 
 SPEEDS = {"tilewise": 1.0, "flex": 2.0, "eager": 9.0}
@@ -52,6 +53,15 @@ def test_tables_put_ours_first_and_mark_the_fastest_of_a_column():
     assert forward.emphasis == {(1, 1), (0, 2)}
     assert memory.rows[1] == ["flex", "48", "48"]
     assert backward.rows[2] == ["eager", "56 (0.11)", "–"]
+
+
+def test_cost_of_the_carry_is_the_fastest_plan_over_the_kernel_without_one_and_over_the_baseline():
+    out = []
+    for system, ms, ratio in (("tilewise", 110.0, 0.9), ("tilewise-mixed", 105.0, 0.8), ("no-carry", 100.0, 1.25)):
+        for cell in runner.select("carried", "cuda", cases=["step"], systems=[system]):
+            r = blank(CARRIED, cell, "step")
+            out.append(r | {"ok": True, "ms": ms, "ratio_to_baseline": ratio} if cell.size["tokens"] == 4096 else r)
+    assert carry_costs(out).rows == [["step", "4,096", "tilewise-mixed", "105.0", "+5.0%", "+25.0%", "-20.0%"]]
 
 
 def test_cells_not_won_and_cells_without_a_result_are_shown():

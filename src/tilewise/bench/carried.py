@@ -43,7 +43,7 @@ class Carried:
     around attention; ``step-graph``: the same as one CUDA graph, for those who train so. ``block``: the attention of
     four layers alone, in a CUDA graph. The layout of live tiles is made beforehand, for all blocks and runs. A window
     of 0 is none. Every system is gated by the attention of four layers against fp64, outputs and gradients, since 32
-    layers of dense scores do not fit.
+    layers of dense scores do not fit. Records of steps say how often each run asked the driver for memory.
     """
 
     name = "carried"
@@ -135,11 +135,14 @@ class Carried:
         g = torch.Generator(cell.device).manual_seed(cell.seed)
         tokens = torch.randint(shape.vocabulary, (1, shape.tokens + 1), device=cell.device, generator=g)
         layout = TileLayout(config, shape.tokens, shape.tokens, device=device)
+        asked = notes["device_allocations"] = {}
+        count = _Allocations(asked, device)
 
         def run_of(system: str):
             attend = attend_of(system, shape, cell.torch_dtype, cell.device)
 
             def run() -> Tensor:
+                count.begin(system)
                 with substituted(attend):
                     return model.loss(tokens, layout=layout)
 
@@ -191,6 +194,27 @@ class Carried:
 
     def packages(self) -> Iterable[str]:
         return ("torch", "triton")
+
+
+class _Allocations:
+    """How often PyTorch asked the driver for memory in each run of a system: while it does, the GPU may wait.
+
+    Args:
+        found: system ↦ counts, filled as runs end, which is when the next one begins.
+        device: nothing is counted but on a GPU.
+    """
+
+    def __init__(self, found: dict[str, list[int]], device: torch.device) -> None:
+        self.found, self.cuda = found, device.type == "cuda"
+        self.running, self.count = None, 0
+
+    def begin(self, system: str) -> None:
+        if not self.cuda:
+            return
+        count = torch.cuda.memory_stats_as_nested_dict()["num_device_alloc"]
+        if self.running is not None:
+            self.found.setdefault(self.running, []).append(count - self.count)
+        self.running, self.count = system, count
 
 
 def _differentiated(

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from .cells import PASSES
 from .records import size
 
-__all__ = ["Table", "Task", "compared", "lost", "ours", "render", "tables"]
+__all__ = ["Table", "Task", "carry_costs", "compared", "lost", "ours", "render", "tables"]
 
 
 class Task(NamedTuple):
@@ -120,6 +120,23 @@ def tables(records: Sequence[dict]) -> list[Table]:
     return made
 
 
+def carry_costs(records: Sequence[dict]) -> Table:
+    """What carrying the scores costs: the fastest of our systems with a carry over the same kernels without one (by the
+    medians), and over the baseline (by the ratios within rounds)."""
+    rows = []
+    for task, systems in compared(records).items():
+        for n in sorted(systems.get("no-carry", {})):
+            plain = systems["no-carry"][n]
+            mine = {s: x[n] for s, x in systems.items() if ours(s) and n in x and x[n]["ok"]}
+            if not mine or not plain["ok"]:
+                continue
+            best = min(mine, key=lambda s: mine[s]["ms"])
+            over = [mine[best]["ms"] / plain["ms"], *(1 / r["ratio_to_baseline"] for r in (mine[best], plain))]
+            rows.append([task.case, f"{n:,}", best, f"{mine[best]['ms']:.1f}", *(f"{x - 1:+.1%}" for x in over)])
+    over = ["over no-carry", "over the baseline", "no-carry over it"]
+    return Table("Cost of the carry, fastest plan", ["case", "size", "system", "ms", *over], rows)
+
+
 def lost(records: Sequence[dict]) -> Table:
     """Cells where no system of ours is the fastest; ceilings are no competition."""
     rows = []
@@ -170,7 +187,7 @@ def render(records: Sequence[dict], *, rich: bool | None = None, write=None) -> 
         rich: force one or the other.
         write: for plain text, gets each line; default print.
     """
-    shown = [environments(records), *tables(records), lost(records), failures(records)]
+    shown = [environments(records), *tables(records), carry_costs(records), lost(records), failures(records)]
     shown = [table for table in shown if table.rows]
     if rich is None:
         rich = write is None and sys.stdout.isatty() and importlib.util.find_spec("rich") is not None
