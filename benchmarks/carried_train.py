@@ -9,8 +9,9 @@ SingleInputKV). `full`: full attention and nothing else. Then the carry: none, t
 or the running mean in blocks of 4. No variant adds a parameter to its baseline; for a seed all see the same batches.
 The recipe, the data and their order are those of depth_train.py.
 
-With `--processes` the variants are trained side by side, a process each: their speeds do not compare. Each writes
-OUT/<variant>.json after every run; OUT/carried_train.json joins them.
+With `--processes` the variants are trained side by side, a process each, seed after seed: their speeds do not compare,
+and a run that is cut short has all variants of fewer seeds. Each writes OUT/<variant>.json after every run, and nothing
+of a run that did not end; OUT/carried_train.json joins them.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import subprocess
 import sys
 import time
@@ -100,12 +102,21 @@ def joined(paths: list[Path]) -> dict:
 
 
 def tables(record: dict) -> str:
-    """A table for each baseline; differences are paired with the baseline's runs of the same seed."""
+    """A table for each baseline, of the seeds that all of its variants have finished; differences are paired by it."""
     parts = []
     for base in BASES:
         runs = {name: found for name, found in record["runs"].items() if name.startswith(f"{base}-") and found}
-        if runs:
-            parts.append(summary({**record, "runs": runs}))
+        if not runs:
+            continue
+        finished = [{run["seed"] for run in found} for found in runs.values()]
+        seeds = set.intersection(*finished)
+        said = f"{base}: {record['recipe']['tokens']:,} tokens, seeds {', '.join(map(str, sorted(seeds))) or 'none'}"
+        if left := sorted(set.union(*finished) - seeds):
+            said += f"; not all variants have finished {', '.join(map(str, left))}"
+        if missing := [name for name in VARIANTS if name.startswith(f"{base}-") and name not in runs]:
+            said += f"; no run of {', '.join(missing)}"
+        kept = {name: [run for run in found if run["seed"] in seeds] for name, found in runs.items()}
+        parts.append(f"{said}\n{summary({**record, 'runs': kept})}")
     return "\n\n".join(parts)
 
 
@@ -113,15 +124,20 @@ def side_by_side(arguments: list[str], names: list[str], out: Path, count: int, 
     """Train every variant in a process of its own, `count` at a time; those that are late are ended."""
     began, waiting, running = time.monotonic(), list(names), {}
     while waiting or running:
+        if waiting and time.monotonic() - began > seconds:
+            print("no time for", ", ".join(waiting), flush=True)
+            waiting.clear()
         while waiting and len(running) < count:
             name = waiting.pop(0)
             left = seconds - (time.monotonic() - began)
             command = [sys.executable, __file__, *arguments, "--variants", name, "--seconds", str(left)]
+            # Each has work for one processor: starting kernels.
+            environment = {"OMP_NUM_THREADS": "1", **os.environ}
             with (out / f"{name}.log").open("w") as log:
-                running[name] = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+                running[name] = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
         time.sleep(0.2)
         for name, process in list(running.items()):
-            if process.poll() is None and time.monotonic() - began > seconds + 10:
+            if process.poll() is None and time.monotonic() - began > seconds + 3:
                 process.kill()
                 process.wait()
             if process.poll() is not None:
@@ -130,8 +146,8 @@ def side_by_side(arguments: list[str], names: list[str], out: Path, count: int, 
                     print(f"{name}: status {process.returncode}", (out / f"{name}.log").read_text()[-600:], flush=True)
 
 
-def main(arguments: list[str] | None = None) -> None:
-    """Command line."""
+def main(arguments: list[str] | None = None) -> int:
+    """Command line. Returns the exit status: 1 if a variant lacks a seed."""
     arguments = sys.argv[1:] if arguments is None else arguments
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, default=Path("out/text"))
@@ -167,10 +183,12 @@ def main(arguments: list[str] | None = None) -> None:
             left = given.seconds - (time.monotonic() - began)
             compare({name: build}, text, recipe, given.seeds, given.out / f"{name}.json", seconds=left, notes=notes)
     found = [path for name in VARIANTS if (path := given.out / f"{name}.json").exists()]
-    if given.processes or len(given.variants) > 1:
+    if found and (given.processes or len(given.variants) > 1):
         record = joined(found)
         (given.out / "carried_train.json").write_text(json.dumps(record) + "\n")
         print(tables(record))
+    done = {path.stem: len(json.loads(path.read_text())["runs"][path.stem]) for path in found}
+    return int(any(done.get(name, 0) < len(given.seeds) for name in given.variants))
 
 
 def _without(arguments: list[str], names: tuple[str, ...]) -> list[str]:
@@ -185,4 +203,4 @@ def _without(arguments: list[str], names: tuple[str, ...]) -> list[str]:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,6 +1,6 @@
 """Everything that needs a GPU and whose result is no time, side by side: tests, checks, memory checks, training.
 
-    python benchmarks/untimed.py OUT [--only tests] [--seconds 300]
+    python benchmarks/untimed.py OUT [--only tests] [--seconds 300] [--tokens 3145728]
 
 `tests`: the GPU tests of depth and of carried logits, the error budgets of the relative kernels, compute-sanitizer on
 kernels of depth and of relative positions. `train`: the training comparisons of depth and of carried logits (out/text
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import time
@@ -30,8 +31,8 @@ PARTS: dict[str, dict[str, list[str]]] = {
         "relative": [*PYTHON, "relative_all.py", "{out}", "--seconds", "{run}", "--only", "check,sanitizer"],
     },
     "train": {
-        "carried": [*PYTHON, "carried_train.py", "--data", "../out/text", "--out", "{out}", "--processes", "9",
-                    "--seconds", "{run}"],
+        "carried": [*PYTHON, "carried_train.py", "--data", "../out/text", "--out", "{out}", "--processes", "12",
+                    "--tokens", "{tokens}", "--seconds", "{run}"],
         "depth": [*DEPTH, "{out}", "train={run}"],
     },
 }  # fmt: skip
@@ -41,10 +42,11 @@ LARGEST = 4 << 20
 """Bytes of a result that OUT/untimed.json takes."""
 
 
-def start(words: list[str], out: Path, limit: float) -> subprocess.Popen:
+def start(words: list[str], out: Path, limit: float, tokens: int) -> subprocess.Popen:
     """Start a program that ends by itself a little before its limit; it writes to `out`."""
     out.mkdir(parents=True, exist_ok=True)
-    words = [w.format(out=out, run=int(limit - 10)) if "{" in w else w for w in words]
+    words = [w.format(out=out, run=int(limit - 10), tokens=tokens) if "{" in w else w for w in words]
+    os.environ["TOKENS"] = str(tokens)  # what depth_all.sh reads
     return processes.begin(words, out / "log.txt", HERE if words[0] == sys.executable else HERE.parent)
 
 
@@ -62,9 +64,10 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--only", default="tests", choices=list(PARTS))
     parser.add_argument("--seconds", type=float, default=300)
+    parser.add_argument("--tokens", type=int, default=3_145_728, help="of a training run, alike in both comparisons")
     args = parser.parse_args()
     out, began, found = args.out.resolve() / args.only, time.monotonic(), {}
-    programs = {name: start(words, out / name, args.seconds) for name, words in PARTS[args.only].items()}
+    programs = {name: start(words, out / name, args.seconds, args.tokens) for name, words in PARTS[args.only].items()}
     for name, process in programs.items():
         status = processes.end(process, began + args.seconds - time.monotonic())
         found[name] = {"status": status, "seconds": time.monotonic() - began, **report(out / name)}

@@ -67,6 +67,20 @@ def test_processes_write_what_one_process_writes(program, arguments, tmp_path):
     assert (tmp_path / "other/carried_train.json").exists()
 
 
+def test_a_comparison_cut_short_compares_what_all_variants_have_finished(program, arguments, tmp_path, capsys):
+    """window-none has one seed more than window-sum4, and nothing of window-sum2 is there."""
+    for name, seeds in (("window-none", ["0", "1"]), ("window-sum4", ["1"])):
+        assert program.main([*arguments, "--variants", name, "--seeds", *seeds]) == 0
+    names = ["window-none", "window-sum2", "window-sum4"]
+    capsys.readouterr()
+    assert program.main([*arguments, "--variants", *names, "--seconds", "-1", "--processes", "1"]) == 1
+    said, head, *rows = capsys.readouterr().out.splitlines()[1:]
+    lacking = "not all variants have finished 0; no run of window-sum2, window-sum8, window-mean4"
+    assert said == f"window: 576 tokens, seeds 1; {lacking}"
+    assert [row.split()[:2] for row in rows] == [["window-none", "1"], ["window-sum4", "1"]]
+    assert head.split()[0] == "variant"
+
+
 def test_sizes_of_every_variant(program):
     """Windows and groups by layer, and no parameter more than the baseline's."""
     sizes = {name.replace("-", "_"): value for name, value in SIZES.items() if name != "window"}
