@@ -1,11 +1,13 @@
-"""The 3B model's training step with carried scores on one GPU: checks, where its time goes, and the set's step cells.
+"""All about carried scores that one GPU has to say, in one run: the whole set, checks, decoding.
 
-    python benchmarks/carried_all.py OUT [--seconds 245] [--only smoke,step]
+    python benchmarks/carried_all.py OUT [--seconds 300] [--only goals,others,checks,report]
 
-Most important first, each in a process of its own: `smoke` meets every kernel once, `step` says what host and GPU do in
-a step (carried_step.py), `set` times steps beside PyTorch's attention and checks them against fp64, `blocks` is the
-attention of four layers alone, with the host's time. A step that fails or runs into its limit costs only itself; what
-is left of the seconds is shared out in proportion.
+Most important first, each in a process of its own, in OUT/carried.json: `goals` times the set's cells that decide, our
+plans and the same kernels without a carry, each beside PyTorch's attention in every round; `others` the remaining rows.
+`checks` are GPU tests (those whose tiles changed last) and decoding, `report` the tables of it all. Only where named:
+`allocator` times the 4,096 tokens' step again while PyTorch's allocator maps segments that grow, and `step` says what
+host and GPU do in it (carried_step.py). A step that fails or runs into its limit costs only itself; what is left of the
+seconds is shared out in proportion. About 230 s on an H200 with 16 processors.
 """
 
 from __future__ import annotations
@@ -19,21 +21,27 @@ from pathlib import Path
 import processes
 
 HERE = Path(__file__).resolve().parent
-SYSTEMS = "no-carry,tilewise,tilewise-mixed"
 CLI = "from tilewise.bench.cli import app; app()"
+GROWING = f"import os; os.environ['PYTORCH_ALLOC_CONF'] = 'expandable_segments:True'; {CLI}"
+SET = ["run", "--set", "carried", "--time-limit", "{run}"]
 
 STEPS: dict[str, tuple[int, list[str]]] = {
-    "smoke": (60, ["carried_kernels.py", "--out", "{out}", "tests", "--select", "smoke", "--until", "{run}"]),
+    "goals": (115, ["-c", CLI, *SET, "--json", "{out}/carried.json", "--systems", "no-carry,tilewise,tilewise-mixed"]),
+    "others": (110, ["-c", CLI, *SET, "--json", "{out}/carried.json", "--quick",
+                     "--systems", "plain,tilewise-recompute,eager,tilewise-stored",
+                     "--cases", "step,step-window,block,block-window"]),
+    "checks": (62, ["carried_kernels.py", "--out", "{out}", "tests", "decoding", "--select", "dropout or decoding",
+                    "--until", "{run}"]),
+    "report": (8, ["-c", CLI, "report", "{out}/carried.json", "--no-plots"]),
+    "allocator": (30, ["-c", GROWING, *SET, "--json", "{out}/carried_growing.json", "--systems", "tilewise",
+                       "--cases", "step", "--size", "tokens=4096"]),
     "step": (45, ["carried_step.py", "--out", "{out}/carried_step.json", "--seconds", "{run}"]),
-    "set": (105, ["-c", CLI, "run", "--set", "carried", "--cases", "step,step-graph", "--systems", SYSTEMS,
-                 "--size", "window=0", "--json", "{out}/carried_steps.json", "--time-limit", "{run}"]),
-    "blocks": (35, ["carried_kernels.py", "--out", "{out}", "blocks", "--shapes", "4096", "8192",
-                    "--without", "recompute", "flash", "mixed, cuDNN first", "--until", "{run}"]),
 }  # fmt: skip
-"""Step ↦ (its share of the seconds, command). 36 s were too few for `smoke`, 50 s reached 5 of 12 cells of `set`, where
-plain attention needs no cell: it runs in every other's rounds."""
+"""Step ↦ (its share of the seconds, command)."""
 
-TAIL = {"smoke": 3, "step": 60, "set": 30, "blocks": 14}
+ALWAYS = ("goals", "others", "checks", "report")
+
+TAIL = {"goals": 24, "others": 28, "checks": 12, "report": 75, "allocator": 4, "step": 45}
 
 
 def command(name: str, out: Path, limit: float) -> list[str]:
@@ -50,8 +58,8 @@ def run(name: str, out: Path, limit: float) -> dict:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--seconds", type=float, default=245)
-    parser.add_argument("--only", default=",".join(STEPS))
+    parser.add_argument("--seconds", type=float, default=300)
+    parser.add_argument("--only", default=",".join(ALWAYS))
     args = parser.parse_args()
     names = args.only.split(",")
     if unknown := [name for name in names if name not in STEPS]:
