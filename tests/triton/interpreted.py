@@ -54,6 +54,8 @@ JOBS = {
     "tf32-txl": ("txl", sizes(70), "none", SINGLE, 0.0),
     "txl-bf16-short": ("txl", sizes(20, B=5), "lengths", BRAIN, 0.0),
     "txl-pointers": ("txl", sizes(70, H=2), "causal", HALF, 0.0),
+    "alibi-fp32": ("alibi", sizes(150), "lengths", SINGLE, 0.1),
+    "t5-fp32": ("t5", sizes(200, H=2, Hk=1), "causal", SINGLE, 0.0),
     "explicit-holes": ("explicit", sizes(80), "holes", HALF, 0.0),
     "everything": ("everything", sizes(70), "none", HALF, 0.0),
     "wavlm-window": ("wavlm", sizes(200), "window", HALF, 0.0),
@@ -140,14 +142,31 @@ def kept() -> list[str]:
 
 
 def cancelling() -> list[str]:
-    """A bias that all scores share has no gradient: with Δ of a dO that was not rounded as dP's is, it had 0.44 here."""
-    cut_operands()
+    """A bias that all scores share has no gradient, whatever O's rounding: Δ must be the sum of the same P·dP.
+
+    With TF32 and Δ of a dO that was not rounded as dP's is, it had 0.44 here.
+    """
     generator = torch.Generator().manual_seed(0)
     q, k = (torch.randn(1, 1, 70, 16, generator=generator) for _ in range(2))
-    port = Port("scalar", rows.clipped(0, 0), torch.zeros(1, 1))
-    call = Call(q, k, torch.ones_like(k), (port,), Mask(), 0.25, 0, options=Options(fp32="tf32"))
-    *_, grads = run(call, torch.full_like(q, 1 + 0.4 * 2**-10), None)
-    return [] if grads[3].abs().max() < 0.02 else [f"the bias's gradient is {grads[3].item():.2e}"]
+    wrong = []
+    for fp32, map_, mask in (("ieee", rows.clipped(0, 0), Mask()), ("ieee", rows.clipped(-2, 2), Mask.causal()),
+                             ("tf32", rows.clipped(0, 0), Mask())):  # fmt: skip
+        if fp32 == "tf32":
+            cut_operands()
+        port = Port("scalar", map_, torch.zeros(1, map_.size))
+        call = Call(q, k, torch.ones_like(k), (port,), mask, 0.25, 0, options=Options(fp32=fp32))
+        do = torch.full_like(q, 1 + 0.4 * 2**-10)
+        o, lse, _ = run(call, do, None)
+        leaves = [q, k, call.v, port.table]
+        for dlse in (None, torch.full_like(lse, 0.5)):
+            grads = [torch.empty_like(x) for x in leaves]
+            # An O with an error that the forward would never make.
+            triton.backward(call, do, dlse, o * (1.001 if fp32 == "ieee" else 1.0), lse, [True] * 4, grads)
+            # The sum of dlse over the rows is what is left.
+            rest = grads[3].sum() - (0.0 if dlse is None else dlse.sum())
+            if not rest.abs() < (0.02 if fp32 == "tf32" else 1e-3):
+                wrong.append(f"{fp32} {map_}, dlse {dlse is not None}: the bias's gradient is {rest.item():.2e}")
+    return wrong
 
 
 OTHERS = {"unneeded": unneeded, "kept": kept, "cancelling": cancelling}

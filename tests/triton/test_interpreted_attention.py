@@ -16,6 +16,7 @@ SHARDS = (
     ("unneeded", "shares", "kept"),
     ("bf16", "beyond"),
     ("tf32-explicit", "tf32-deberta", "wavlm-sides", "cancelling"),
+    ("alibi-fp32", "t5-fp32"),
 )
 
 

@@ -9,8 +9,9 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from ..call import Call
 from . import config
 from .biases import content_of, rows_of_heads
-from .buffers import spaced_like
+from .buffers import spaced, spaced_like
 from .cached import cached
+from .cancel import cancel
 from .config import Tiles, backward_tiles, fold_tiles, projection_tiles
 from .core_gradients import grad_key, grad_query
 from .fold import collect, reduce
@@ -202,6 +203,10 @@ class _Backward:
             L, self.qx, self.kx, self.vx, (self.g, self.o, self.lse, self.dlse, self.stats), self.qtables,
             self.ktables, self.vtables, functions, terms,
         )  # fmt: skip
+        scalar = all(p.kind == "scalar" for p in L.ports)
+        if scalar and self.table and L.bytes == 4 and L.precision == "ieee":
+            dlse = None if self.dlse is None else spaced(self.dlse)
+            cancel(L, *L.factors, self.g, self.stats, dlse, self.tiles_q, made, self.tma)
 
     def _shared_args(self, made: dict, values: dict, dz: Buffer | None, tiles: Tiles, keyed: bool):
         """The middle of both passes' argument lists: terms, values and where dS goes."""
