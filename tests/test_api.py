@@ -7,6 +7,8 @@ import pytest
 import torch
 
 import tilewise as tw
+from tilewise import api
+from tilewise.terms import lower, ports_of
 
 
 def qkv(B=2, H=4, Hk=4, Tq=10, Tk=10, d=8, d_v=8, **options):
@@ -331,3 +333,43 @@ def test_importing_tilewise_needs_torch_alone():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "(1, 2, 5, 4)"
+
+
+@pytest.mark.parametrize(("u", "v"), [(True, True), (True, False), (False, True)])
+def test_biases_are_left_to_the_kernels_that_take_them(monkeypatch, u, v):
+    q, k, x = (torch.randn(2, 3, 10, 8) for _ in range(3))
+    table, bias = torch.randn(3, 19, 8), torch.randn(2, 3, 8)
+    terms = tw.TransformerXL(table, *bias)
+    terms = (*terms[: int(u)], terms[1] if v else tw.OnQuery(table, tw.identity(9, descending=True)))
+    seen = []
+    monkeypatch.setattr(api, "attend", lambda call, spec, impl: seen.append((call, spec)) or (call.q, call.q))
+    monkeypatch.setattr(api, "_choose", lambda call, impl: impl)
+    for impl in ("triton", "blocked"):
+        tw.attention(q, k, x, terms=terms, impl=impl)
+    (kernels, spec), (others, _) = seen
+    # No sum with the query was formed, and every tensor travels as it is.
+    assert kernels.q is q
+    expected = [table, *([bias[0]] if u else []), *([bias[1]] if v else [])]
+    assert all(a.data_ptr() == b.data_ptr() for a, b in zip(kernels.tensors, expected, strict=True))
+    assert ports_of(spec, kernels.tensors)[0].names == kernels.ports[0].names
+    assert not any(port.biased for port in others.ports)
+    assert torch.equal(others.q, q + bias[0][:, None] if u else q)
+
+
+def test_only_transformer_xl_leaves_its_biases_to_the_kernels():
+    q, table, u = torch.randn(1, 3, 10, 8), torch.randn(3, 19, 8), torch.randn(3, 8)
+    xl = tw.TransformerXL(table, u, u)
+    others = {
+        "a second u": (*xl, tw.QueryBias(u)),
+        "a second term": (*xl, tw.T5(torch.randn(32, 3))),
+        "a left factor": (tw.QueryBias(u), tw.OnQuery(table, tw.identity(9), left=q, bias=u)),
+        "ends": (tw.QueryBias(u), tw.OnQuery(table, tw.clipped(-9, 9), bias=u)),
+        "no table": (tw.QueryBias(u),),
+    }
+    for name, terms in others.items():
+        content, ports = lower(q, terms, biases=True)
+        assert not any(port.biased for port in ports), name
+        assert content is not q, name
+    content, (port,) = lower(q, xl, biases=True)
+    assert content is q
+    assert port.names == ("table", "content", "bias")

@@ -76,7 +76,8 @@ class RowMap:
     @property
     def saturation(self) -> tuple[int, int] | None:
         """(lo, hi): every offset ≤ lo has lo's row, every offset ≥ hi has hi's row; None where no such ends exist."""
-        return _saturation(self)
+        # An identity map's reach may be a compiler's symbol, which has no hash.
+        return None if self.kind == "identity" else _saturation(self)
 
     @property
     def spec(self) -> str:
@@ -318,8 +319,6 @@ def _span(rows: RowMap, first: int, last: int) -> Tensor:
 @lru_cache(maxsize=256)
 def _saturation(rows: RowMap) -> tuple[int, int] | None:
     match rows.kind:
-        case "identity":
-            return None
         case "clipped":
             left, right, _ = rows.params
             return (left, right) if left < right else (0, 0)

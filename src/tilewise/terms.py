@@ -257,9 +257,8 @@ def Inkling(table: Tensor, left: Tensor) -> OnQuery:
 class Port:
     """One lowered term, as the implementations see it: kind, φ, table [1 or H, R(, d)] and its left factor.
 
-    `left` is [B, H, Tq, d'] for ``query`` (None: the query), [B, H, Tq] for ``scalar`` (None: 1). Where :func:`lower`
-    leaves biases to the kernels, a ``query`` port has `content`, u [H or 1, d], and `bias`, v [H or 1, d]:
-    it adds τ · (u_h·k_j + (q_i + v_h)·table[h, φ(i − j)]).
+    `left` is [B, H, Tq, d'] for ``query`` (None: the query), [B, H, Tq] for ``scalar`` (None: 1). Biases that
+    :func:`lower` leaves to the kernels are a ``query`` port's `content`, u, and `bias`, v, [H or 1, d] each.
     """
 
     kind: str

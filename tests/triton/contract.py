@@ -5,6 +5,7 @@ Prints one JSON line a check, its name and whether it held.
 
 import json
 import os
+from dataclasses import replace
 
 os.environ["TRITON_INTERPRET"] = "1"
 
@@ -21,19 +22,27 @@ from torch._dynamo.utils import counters  # noqa: E402
 from tilewise import Mask, Options  # noqa: E402
 from tilewise.call import Call  # noqa: E402
 from tilewise.ops import attend  # noqa: E402
-from tilewise.terms import Shaw, lower, spec_of  # noqa: E402
+from tilewise.rows import identity  # noqa: E402
+from tilewise.terms import Shaw, TransformerXL, lower, spec_of  # noqa: E402
 from tilewise.testing import Sizes  # noqa: E402
 
+REACH = 40
 FWD, BWD = torch.ops.tilewise.attn_fwd.default, torch.ops.tilewise.attn_bwd.default
 
 
-def call(projections: str, T: int = 20):
+def call(projections: str, case: str, T: int = 20):
     sizes = Sizes(1, 1, 1, T, T, 16, 16)
-    return call_of("wav2vec2_bert", sizes, "none", torch.float16, "cpu", options=Options(projections=projections))
+    c = call_of(case, sizes, "none", torch.float16, "cpu", options=Options(projections=projections))
+    if case != "txl":
+        return c
+    # Room for every length that is tried: another table would be another graph.
+    port = c.ports[0]
+    table = torch.randn(1, 2 * REACH + 1, 16, generator=torch.Generator().manual_seed(1)).half()
+    return replace(c, ports=(replace(port, rows=identity(REACH, descending=True), table=table),))
 
 
-def opcheck(projections: str) -> bool:
-    c = call(projections)
+def opcheck(projections: str, case: str = "wav2vec2_bert") -> bool:
+    c = call(projections, case)
     arguments = (
         c.q, c.k, c.v, c.tensors, None, None, None, None, spec_of(c.ports), c.scale, c.offset, c.mask.left,
         c.mask.right, 0.0, c.options.spec, "triton",
@@ -43,7 +52,7 @@ def opcheck(projections: str) -> bool:
     outcome = torch.library.opcheck(FWD, arguments, test_utils=tests)
     o, lse, kept = FWD(*arguments)
     assert bool(kept.numel()) == (projections == "keep")
-    backward = (torch.randn_like(o), None, o, lse, kept, [True] * 4, *arguments)
+    backward = (torch.randn_like(o), None, o, lse, kept, [True] * (3 + len(c.tensors)), *arguments)
     outcome |= {
         f"{k} of the backward": v for k, v in torch.library.opcheck(BWD, backward, test_utils=tests[1:]).items()
     }
@@ -57,13 +66,14 @@ def gradients(run, c) -> list[torch.Tensor]:
             *torch.autograd.grad(o.sum(), leaves)]  # fmt: skip
 
 
-def compiled(projections: str) -> bool:
+def compiled(projections: str, case: str = "wav2vec2_bert") -> bool:
     """One graph serves two lengths, and its results are those without a compiler; each backward runs twice."""
     counters.clear()
     options = Options(projections=projections)
 
-    def run(q, k, v, table):
-        content, ports = lower(q, Shaw(table, left=7, right=1))
+    def run(q, k, v, table, *biases):
+        terms = TransformerXL(table, *biases) if biases else Shaw(table, left=7, right=1)
+        content, ports = lower(q, terms, biases=True)
         offset = k.shape[2] - q.shape[2]
         return attend(
             Call(content, k, v, tuple(ports), Mask(), 0.25, offset, options=options), spec_of(ports), "triton"
@@ -72,7 +82,7 @@ def compiled(projections: str) -> bool:
     same = True
     whole = torch.compile(run, backend="aot_eager", fullgraph=True, dynamic=True)
     for T in (20, 28):
-        c = call(projections, T)
+        c = call(projections, case, T)
         same &= all(torch.equal(a, b) for a, b in zip(gradients(run, c), gradients(whole, c), strict=True))
     return same and counters["stats"]["unique_graphs"] == 1
 
@@ -80,3 +90,5 @@ def compiled(projections: str) -> bool:
 if __name__ == "__main__":
     for check in (opcheck, compiled):
         print(json.dumps({"name": check.__name__, "held": check("keep")}), flush=True)
+    for check in (opcheck, compiled):
+        print(json.dumps({"name": f"{check.__name__} txl", "held": check("keep", "txl")}), flush=True)

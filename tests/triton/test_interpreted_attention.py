@@ -17,6 +17,7 @@ SHARDS = (
     ("bf16", "beyond"),
     ("tf32-explicit", "tf32-deberta", "wavlm-sides", "cancelling"),
     ("alibi-fp32", "t5-fp32"),
+    ("txl-heads-dropout", "txl-fp32", "tf32-txl", "txl-bf16-short", "txl-pointers"),
 )
 
 
@@ -37,4 +38,4 @@ def test_the_operator_contract():
     )
     assert done.returncode == 0, done.stderr[-3000:]
     results = [json.loads(line) for line in done.stdout.splitlines()]
-    assert results == [{"name": name, "held": True} for name in ("opcheck", "compiled")]
+    assert results == [{"name": name, "held": True} for name in ("opcheck", "compiled", "opcheck txl", "compiled txl")]

@@ -19,10 +19,12 @@ linear_backward = pytest.importorskip("tilewise.triton.linear_backward")
 HERE = Path(__file__).parent
 
 FORWARD = ["both", "both-backwards", "query", "key", "narrow", "causal", "window", "lengths", "cross", "long-queries",
-           "bf16", "identity", "identity-ascending", "wide"]  # fmt: skip
+           "bf16", "identity", "identity-ascending", "wide", "biases", "biases-wide"]  # fmt: skip
 BACKWARD = {
     "gradients": ["", "-own", "-heads", "-causal", "-window", "-lengths", "-cross", "-long-queries", "-shares", "-bf16",
                   "-parameters", "-wide"],
+    "biased-gradients": ["", "-heads", "-causal", "-lengths", "-cross", "-long-queries", "-shares", "-bf16",
+                         "-parameters", "-content", "-position", "-wide"],
     "query-gradients": ["", "-long", "-shared", "-causal", "-window", "-lengths", "-heads", "-cross", "-long-queries",
                         "-bf16", "-short", "-none"],
     "both-gradients": ["", "-long", "-backwards", "-causal", "-window", "-lengths", "-heads", "-cross", "-bf16",
@@ -32,7 +34,8 @@ BACKWARD = {
 }  # fmt: skip
 BROKEN = ["phase", "rows", "slot", "edge", "order", "early", "staged", "heads", "turned", "end", "plane", "sums",
           "place", "stretch", "before", "shifted", "carried", "missing", "slots", "groups", "open",
-          "closed", "beside", "added", "side", "sigma", "freed", "queries", "grown", "whole"]  # fmt: skip
+          "closed", "beside", "added", "side", "sigma", "freed", "queries", "grown", "whole",
+          "content", "position", "columns", "group", "parts"]  # fmt: skip
 
 
 def lines(script: str, *jobs: str):

@@ -56,7 +56,7 @@ def collect_tiles(dg, x, bias, out, ranges, sx, head_v, f0, f1, B, G, blocks, ti
     to = out + tl.cast(place, tl.int64) * (T * D) + cc[:, None] * D + d[None, :]
     if BIASED:
         # Sums of dG's columns by a narrow product: a bias added to x would need a copy of each tile in shared memory.
-        ones = tl.full([T, 16], 1.0, dg.dtype.element_ty)
+        ones = tl.full([T, 16], 1.0, tl.float32).to(dg.dtype.element_ty)
         sums = tl.zeros([T, 16], tl.float32)
     total = tl.load(to, mask=(cc[:, None] >= 0) & (a > start + s * per), other=0.0)
     if SIDES:
