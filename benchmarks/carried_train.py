@@ -162,7 +162,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--processes", type=int, default=0, help="variants at a time, a process each; 0: in this one")
     for name, value in SIZES.items():
         parser.add_argument(f"--{name}", type=int, default=value)
-    recipe = Recipe(tokens=4_194_304, batch=16)
+    recipe = Recipe(tokens=3_145_728, batch=16)
     for name, value in asdict(recipe).items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=type(value), default=value)
     given = parser.parse_args(arguments)
