@@ -1,9 +1,9 @@
-"""Compiles the forward with overlapped exponentials for sm_90, without a GPU: prints one JSON line a call.
+"""Compiles the kernels with overlapped exponentials for sm_90, without a GPU: prints one JSON line a kernel.
 
-Each has the kernel that the call takes, its shared memory, registers and stack, places where the order of its PTX does
-not protect shared memory, and what the machine code says of its products: how many waits it has (a product that runs
-alone is followed by its own), and instructions that touch the registers of one that still runs. `exponentials` counts
-those in the loop between its two waits: beside the product with V.
+Each has its shared memory, registers and stack, places where the order of its PTX does not protect shared memory, and
+what the machine code says of its products: how many waits it has (a product that runs alone is followed by its own),
+and instructions that touch the registers of one that still runs. `exponentials` counts those in the loop between its
+first wait, which leaves products running, and its last.
 """
 
 import json
@@ -65,10 +65,10 @@ def touched(code: list[str]) -> list[str]:
 def main():
     compile_for(90)
     plan.limits_of = lambda device: Limits(232448, True, True)
-    config.OVERLAPPED = True
+    config.OVERLAPPED = config.OVERLAPPED_BACKWARD = True
 
     def warm(kernel, grid, *args, **meta):
-        if kernel.__name__ == "toeplitz":
+        if not kernel.__name__.endswith("_overlapped"):
             return
         made = kernel.warmup(*args, grid=grid, **meta)
         with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -77,22 +77,25 @@ def main():
             sass = subprocess.run([TOOLS / "nvdisasm", "-c", file.name], capture_output=True, text=True, check=True)
         code = instructions(sass.stdout)
         waits = [n for n, line in enumerate(code) if line.startswith("WARPGROUP.DEPBAR")]
-        beside = 0
-        for n in waits:
-            if code[n].endswith("0x1"):
-                stretch = code[n : next(m for m in waits if m > n)]
-                beside = sum(line.startswith("MUFU.EX2") for line in stretch)
+        # Those of the loop come last but one: all products have ended before it and behind it.
+        ends = [n for n in waits if code[n].endswith("0x0")]
+        stretch = code[next(n for n in waits if n > ends[-3]) : ends[-2]]
         line = {"case": name, "kernel": kernel.__name__, "shared": made.metadata.shared,
                 "unordered": unordered(made.asm["ptx"]), "waits": len(waits), "touched": touched(code),
-                "exponentials": beside, **resources(made.asm["cubin"])}  # fmt: skip
+                "exponentials": sum("MUFU.EX2" in line for line in stretch),
+                **resources(made.asm["cubin"])}  # fmt: skip
         print(json.dumps(line), flush=True)
 
     launcher.append(warm)
     jobs = {"t5": ("t5", 64, None), "wide": ("t5", 128, None), "causal": ("none", 64, Mask.causal())}
     for name in jobs:
         case, d, mask = jobs[name]
-        call = timed_call(case, 2048, "meta", d=d, mask=mask)[0]
-        kernels.forward(call, torch.empty_like(call.q), torch.empty(call.q.shape[:3], device="meta"))
+        call, do = timed_call(case, 2048, "meta", d=d, mask=mask)
+        o, lse = torch.empty_like(call.q), torch.empty(call.q.shape[:3], device="meta")
+        kernels.forward(call, o, lse)
+        if name == "t5":
+            leaves = [call.q, call.k, call.v, *call.tensors]
+            kernels.backward(call, do, None, o, lse, [True] * len(leaves), [torch.empty_like(x) for x in leaves])
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The forward with overlapped exponentials: run from its own source against the fp64 oracle, and compiled for sm_90."""
+"""The kernels with overlapped exponentials: run from its own source against the fp64 oracle, and compiled for sm_90."""
 
 import pytest
 from test_skew_kernels import lines
@@ -6,11 +6,14 @@ from test_skew_kernels import lines
 pytest.importorskip("tilewise.triton.overlapped")
 
 JOBS = [
-    "none", "none-odd", "none-short", "t5", "t5-odd", "t5-shared", "t5-causal", "t5-window", "t5-lengths", "t5-padding",
-    "t5-packed", "t5-cross", "t5-long-queries", "t5-offset", "t5-bf16", "clipped", "windowed", "wide", "wide-lengths",
-    "wide-causal",
+    "none-odd", "none-short", "t5", "t5-odd", "t5-causal", "t5-lengths", "t5-cross",
+    "t5-offset", "t5-bf16", "windowed", "wide-lengths", "gradients", "gradients-odd",
+    "gradients-heads", "gradients-window", "gradients-lengths", "gradients-padding", "gradients-bf16",
 ]  # fmt: skip
-BROKEN = ["keys", "values", "phase", "wait", "sides", "slab", "band", "shrink", "ranges", "empty", "open"]
+BROKEN = [
+    "phase", "wait", "band", "ranges", "open", "query-slot", "query-sums", "query-wait", "query-stretch", "key-slot",
+    "key-head", "key-bias", "key-open",
+]  # fmt: skip
 
 
 def test_within_the_error_budget():
@@ -26,18 +29,24 @@ def test_a_mistake_shows():
 
 
 def test_compiled_for_hopper():
-    found = {line["case"]: line for line in lines("compiled_overlapped.py")}
-    assert list(found) == ["t5", "wide", "causal"]
-    for line in found.values():
-        assert line["kernel"] == "attend_overlapped"
+    found = {(line["case"], line["kernel"]): line for line in lines("compiled_overlapped.py")}
+    assert list(found) == [
+        ("t5", "attend_overlapped"), ("t5", "key_overlapped"), ("t5", "query_overlapped"),
+        ("wide", "attend_overlapped"), ("causal", "attend_overlapped"),
+    ]  # fmt: skip
+    for (_, kernel), line in found.items():
+        forward = kernel == "attend_overlapped"
         assert line["unordered"] == line["touched"] == []
-        assert line["stack"] == 0
-        # First scores, two in the loop, the last product.
-        assert line["waits"] == 4
-        # A tile's 64 entries a thread.
-        assert line["exponentials"] >= 64
-    assert 3 * (found["t5"]["shared"] + 1024) <= 233472
-    assert 3 * 128 * found["t5"]["registers"] <= 65536
+        # A few bytes of spills outside of the loop cost nothing.
+        assert line["stack"] <= 32
+        # Forward: the first scores, two in the loop, the last product. Backward: two products more wait in each.
+        assert line["waits"] == (4 if forward else 6)
+        # Those of a tile's 64 or 32 entries a thread.
+        assert line["exponentials"] >= (64 if forward else 32)
+    for kernel, programs in (("attend_overlapped", 3), ("query_overlapped", 3), ("key_overlapped", 2)):
+        line = found["t5", kernel]
+        assert programs * (line["shared"] + 1024) <= 233472
+        assert programs * 128 * line["registers"] <= 65536
 
 
 def test_what_touches_a_running_product():

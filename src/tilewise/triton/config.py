@@ -23,6 +23,9 @@ OVERLAPPED = False
 """Whether scores with at most a number an offset take the Hopper forward that forms exponentials beside the products
 (:mod:`.overlapped`); off until it has been timed."""
 
+OVERLAPPED_BACKWARD = False
+"""Likewise of the backward (:mod:`.overlapped_backward`)."""
+
 
 @dataclass(frozen=True)
 class Tiles:

@@ -32,6 +32,11 @@ def backward(
     if not any(need):
         return
     layout = Layout(call, kept)
+    if config.OVERLAPPED_BACKWARD and layout.limits.hopper and call.options.skew == "auto":
+        from . import overlapped_backward
+
+        if not overlapped_backward.unsuited(layout, do):
+            return overlapped_backward.backward(layout, do, dlse, o, lse, need, grads)
     if config.SKEW_IN_REGISTERS and kept is None and call.options.skew != "memory":
         if layout.limits.hopper:
             from . import linear_backward
