@@ -1,16 +1,17 @@
 #!/bin/sh
 # All about the depth operators that needs a GPU, in parts that run alone: sh benchmarks/depth_all.sh OUT PART …
 # PART is NAME or NAME=SECONDS, its limit; without any, all of them in this order:
-#   tests checks bench compile-bench peers overhead traffic memcheck train
-# Each part writes its results and OUT/NAME.log when it ends or is stopped, prints the log's end, and never stops
-# the next one; the exit status is 1 if one failed. `peers` needs the packages of tools/peers.txt (and einops) on
-# PYTHONPATH and vLLM's operator at $VLLM; `train` needs out/text from prepare_text.py. bench, compile-bench and peers
-# share OUT/depth.json, and go on from what it has. FLAGS are further options of the set's run, PYTHON the interpreter,
-# TOKENS the budget of a training run.
+#   tests checks set slow overhead traffic memcheck train
+# `set` compiles all systems of the depth set side by side and measures each while the others wait; `slow` are those
+# whose autotuners take minutes, and our other plans. Each part writes its results and OUT/NAME.log when it ends or is
+# stopped, prints the log's end, and never stops the next one; the exit status is 1 if one failed. `set` needs the
+# packages of tools/peers.txt (and einops) on PYTHONPATH and vLLM's operator at $VLLM; `train` needs out/text from
+# prepare_text.py. set and slow share OUT/depth.json, and go on from what it has. FLAGS are further options of the set's
+# run, PYTHON the interpreter, TOKENS the budget of a training run.
 set -u
 out=$1
 shift
-[ $# -gt 0 ] || set -- tests checks bench compile-bench peers overhead traffic memcheck train
+[ $# -gt 0 ] || set -- tests checks set slow overhead traffic memcheck train
 export PYTHONPATH="${PYTHONPATH:-}:src" PYTHONUNBUFFERED=1 OMP_NUM_THREADS=1
 mkdir -p "$out"
 python=${PYTHON:-python3}
@@ -42,12 +43,11 @@ part() {
     case $1 in
     tests) $python benchmarks/depth_tests.py --out "$out" --until $within ;;
     checks) $python benchmarks/depth_kernels.py check --out "$out" ;;
-    bench) bench --systems tilewise,tilewise-one-pass,tilewise-overlap,tilewise-serving,plain,eager ;;
-    compile-bench) bench --systems compile ;;
-    peers)
-        systems=plain-liger,liger-kernel,fla-core,flash-attn-res,fast-attnres
-        bench --systems "$systems${VLLM:+,vllm}" ${VLLM:+--vllm-source "$VLLM"}
+    set)
+        systems=tilewise,tilewise-serving,plain,plain-liger,fla-core,liger-kernel,compile
+        bench --systems "$systems${VLLM:+,vllm}" --patience 25 ${VLLM:+--vllm-source "$VLLM"}
         ;;
+    slow) bench --systems tilewise-one-pass,tilewise-overlap,eager,flash-attn-res,fast-attnres --patience 25 ;;
     overhead) $python benchmarks/depth_overhead.py --out "$out" --limit $within ;;
     traffic) $python benchmarks/depth_traffic.py --out "$out" --limit $within ;;
     memcheck)
@@ -66,7 +66,7 @@ part() {
 
 limit_of() {
     case $1 in
-    tests) echo 150 ;; checks) echo 90 ;; bench) echo 100 ;; compile-bench) echo 100 ;; peers) echo 200 ;;
+    tests) echo 150 ;; checks) echo 90 ;; set) echo 170 ;; slow) echo 200 ;;
     overhead) echo 120 ;; traffic) echo 150 ;; memcheck) echo 180 ;; train) echo 250 ;;
     *) return 1 ;;
     esac
@@ -80,7 +80,7 @@ failed=0
 for each in "$@"; do
     name=${each%%=*}
     seconds=$(limit_of "$name") || {
-        echo "part: found $name; expected tests, checks, bench, compile-bench, peers, overhead, traffic, memcheck, train"
+        echo "part: found $name; expected tests, checks, set, slow, overhead, traffic, memcheck, train"
         exit 2
     }
     case $each in *=*) seconds=${each#*=} ;; esac

@@ -42,10 +42,9 @@ PARTS = ("kernels", "full", "prefill", "decode", "training", "eager")
 
 # Tiles that take the place of the table's: function of tilewise.depth.triton.config ↦ what changes.
 VARIANTS: dict[str, dict[str, dict[str, object]]] = {
-    "decode": {
-        "merge, 16 warps": {"merge_warps": 16, "sources_warps": 16},
-        "direct up to 6": {"DIRECT": 6},
-        "scores in 7 parts": {"score_tiles": {"splits": 7}},
+    "prefill": {
+        "first rows first": {"merge_order": {"DOWN": False}},
+        "last rows first, streaming": {"merge_order": {"STREAM": True}},
     },
     "training": {"merge backward, one program an SM": {"merge_bwd": {"programs": 132}}},
 }
@@ -186,10 +185,16 @@ def full() -> dict:
 def prefill() -> dict:
     work, data, built = pass_of("prefill")
     serve = pass_of("prefill", serving=True)[2].forward
-    once, twice = graph(built.forward), graph(built.forward)
-    runs = {"table": once, "serving contract": graph(serve), "table, again": twice}
+    runs, others = {"table": graph(built.forward)}, {}
+    for name, changes in VARIANTS["prefill"].items():
+        with tiles(changes):
+            runs[name], others[name] = graph(built.forward), by_kernel(built.forward)
+    runs |= {"serving contract": graph(serve), "table, again": graph(built.forward)}
     ms, updates, samples = as_the_set(runs, data, work)
-    return report("prefill", ms, updates, by_kernel(built.forward), samples=samples)
+    for name, rows in others.items():
+        say(f"{name}: " + ", ".join(f"{k[:30]} {row['ms']:.2f} ms" for k, row in [*rows.items()][:3]))
+    kernels = by_kernel(built.forward)
+    return report("prefill", ms, updates, kernels, samples=samples, kernels_of_variants=others)
 
 
 @torch.no_grad()
@@ -205,9 +210,6 @@ def decode() -> dict:
         work, data, built = pass_of("decode", **plan)
         runs[name] = graph(built.forward)
         kernels = kernels or by_kernel(built.forward)
-    for name, changes in VARIANTS["decode"].items():
-        with tiles(changes):
-            runs[name] = graph(pass_of("decode")[2].forward)
     ms, updates, samples = as_the_set(runs, data, work)
     return report("decode", ms, updates, kernels, samples=samples)
 
@@ -321,14 +323,7 @@ def compile_one(part: str, variant: str) -> None:
 
 def compile_all(parts: list[str], until: float) -> None:
     spawn = multiprocessing.get_context("spawn")
-    same = ("scores in 7 parts",)
-    jobs = [
-        (part, variant)
-        for part in parts
-        if part != "eager"
-        for variant in ("", *VARIANTS.get(part, {}))
-        if variant not in same
-    ]
+    jobs = [(part, variant) for part in parts if part != "eager" for variant in ("", *VARIANTS.get(part, {}))]
     jobs += [("decode", "one pass"), ("decode", "serving")] if "decode" in parts else []
     jobs += [("prefill", "serving")] if "prefill" in parts else []
     if "kernels" in parts:

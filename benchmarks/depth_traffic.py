@@ -7,8 +7,8 @@ with groups of S sublayers that share a phase 1, N of them, (S + N) d elements a
 counted each; beside it stands what the operators are defined to move, where a source is read once for both.
 
 Three answers. The launches' own: every operator of a pass says by its arguments what it reads and writes (this needs no
-GPU). `ncu` runs a pass and sums dram__bytes_read and dram__bytes_write over its kernels (a child process at
-`--ncu-tokens`, since every kernel is slowed down; tensors stay larger than the L2 cache). And the time of a pass at
+GPU). `ncu` runs a pass and sums dram__bytes_read and dram__bytes_write over its kernels (a child process, because every
+kernel is slowed down; the caches are left as they are, as without a profiler). And the time of a pass at
 `--tokens` bounds what it can have moved: memory gives no more than its peak bandwidth. Writes DIR/depth_traffic.json.
 """
 
@@ -97,6 +97,7 @@ def by_counters(args, seconds: float) -> dict:
     if shutil.which("ncu") is None:
         return {"error": "ncu is not installed"}
     command = ["ncu", "--csv", "--metrics", ",".join(METRICS), "--profile-from-start", "off", "--clock-control", "none"]
+    command += ["--cache-control", "none"]
     command += [sys.executable, __file__, "--child", "--ncu-tokens", str(args.ncu_tokens), "--d", str(args.d)]
     command += ["--sublayers", str(args.sublayers)]
     try:
@@ -155,7 +156,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("out"))
     parser.add_argument("--tokens", type=int, default=32768)
-    parser.add_argument("--ncu-tokens", type=int, default=8192)
+    parser.add_argument("--ncu-tokens", type=int, default=32768)
     parser.add_argument("--d", type=int, default=7168)
     parser.add_argument("--sublayers", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=5)
@@ -175,7 +176,10 @@ def main() -> None:
         (args.out / "depth_traffic.json").write_text(json.dumps(record, indent=1) + "\n")
         return None
     record |= {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__}
-    for name, measure in (("time", by_time), ("counters", lambda a: by_counters(a, a.limit - (time.time() - START)))):
+    for name, measure in (("counters", lambda a: by_counters(a, a.limit - (time.time() - START))), ("time", by_time)):
+        if time.time() - START > args.limit - 25:
+            say(f"no time left for the {name}")
+            continue
         record[name] = measure(args)
         torch.cuda.empty_cache()
         say(name, {k: v for k, v in record[name].items() if k != "samples"})

@@ -109,6 +109,23 @@ def test_phase2(dtype, first, norm):
     check(lambda f, x, kw: f.phase2_first(x[0], x[1], **kw), [o1[0], o])
 
 
+@pytest.mark.parametrize("first", [False, True])
+def test_merges_in_another_order_of_rows(first, monkeypatch):
+    v, w, g, o, u, p = make(2, 1, 5, 24, torch.float16)
+    o1, lse = (x[0] for x in R.phase1(v, w))
+    q = (w * g)[0]
+
+    def run(**order):
+        monkeypatch.setattr(config, "merge_order", lambda T, d: order)
+        launch._merge_plan.cache_clear()
+        return launch.phase2_fwd(u, None if first else p, o1, lse, q, o.half(), 1e-6, 1e-3)
+
+    expected = run(DOWN=False, STREAM=False)
+    for stream in (False, True):
+        assert all(map(torch.equal, run(DOWN=True, STREAM=stream), expected))
+    launch._merge_plan.cache_clear()
+
+
 def test_a_bank_equals_a_list_and_scattered_rows():
     bank = torch.randn(4, 3, 2 * 24)[:, :, :24]
     w = torch.randn(3, 24)

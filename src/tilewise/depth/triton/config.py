@@ -11,6 +11,7 @@ __all__ = [
     "few",
     "inner_tiles",
     "merge_bwd",
+    "merge_order",
     "merge_warps",
     "mix",
     "mix_bwd",
@@ -52,11 +53,19 @@ def row_block(d: int) -> int:
     return max(next_power_of_2(d), 256)
 
 
+ORDER = {"DOWN": True, "STREAM": False}
+
+
 def merge_warps(T: int, d: int) -> int:
     block = row_block(d)
     if few(T):
         return min(max(block // 1024, 1), 16)
     return min(max(block // 2048, 1), 16) if block > 2048 else 4
+
+
+def merge_order(T: int, d: int) -> dict:
+    """DOWN and STREAM of `merge_fwd_kernel`; few rows stay in the L2 cache in any order."""
+    return {"DOWN": False, "STREAM": False} if few(T) else dict(ORDER)
 
 
 def sources_warps(T: int, d: int) -> int:

@@ -208,7 +208,7 @@ def mix_bwd(dy, dp, sources, p, q, w, eps, output_eps, into=None, fresh=False):
 @lru_cache(4096)
 def _merge_plan(T, d, size, mode, norm, few, eps, output_eps) -> Prepared:
     """`few` is here because it decides the tile."""
-    tile = {"BD": config.row_block(d), "num_warps": config.merge_warps(T, d)}
+    tile = {"BD": config.row_block(d), "num_warps": config.merge_warps(T, d), **config.merge_order(T, d)}
     how = {"PREFIX": mode, "NORM": norm, "ONE_REDUCTION": config.one_reduction(T, size), "EARLY": few, "D": d}
     return Prepared(merge_fwd_kernel, (T,), (eps, output_eps), {**how, **tile})
 

@@ -22,6 +22,8 @@ def merge_fwd_kernel(
     NORM: tl.constexpr,
     ONE_REDUCTION: tl.constexpr,
     EARLY: tl.constexpr,
+    DOWN: tl.constexpr,
+    STREAM: tl.constexpr,
     D: tl.constexpr,
     BD: tl.constexpr,
 ):
@@ -29,9 +31,15 @@ def merge_fwd_kernel(
 
     ONE_REDUCTION takes |h|^2 from |p|^2, <o1, p> and |o1|^2 instead of a second reduction over h: one barrier less for
     few rows, where latency counts; with many rows the extra sums cost more than the barrier. EARLY loads the weights
-    before the first barrier, which no load moves across: less latency, more registers.
+    before the first barrier, which no load moves across: less latency, more registers. DOWN takes the last rows first,
+    whose update the L2 cache still has, and leaves it the first rows of y, where the next kernel begins. STREAM marks
+    what no kernel soon reads again, so that those stay.
     """
-    t = tl.program_id(0).to(tl.int64)
+    t = tl.program_id(0)
+    if DOWN:
+        t = tl.num_programs(0) - 1 - t
+    t = t.to(tl.int64)
+    policy: tl.constexpr = "evict_first" if STREAM else ""
     dtype: tl.constexpr = y_ptr.dtype.element_ty
     c = tl.arange(0, BD)
     m = c < D
@@ -40,15 +48,15 @@ def merge_fwd_kernel(
         w = tl.load(w_ptr + c, mask=m, other=0.0, eviction_policy="evict_last")
     if EARLY and PREFIX > 0:
         q = tl.load(q_ptr + c, mask=m, other=0.0, eviction_policy="evict_last")
-    h = tl.load(o1_ptr + row, mask=m, other=0.0)
+    h = tl.load(o1_ptr + row, mask=m, other=0.0, eviction_policy=policy)
     if PREFIX == 2:
-        p = tl.load(prefix + row, mask=m, other=0.0)
+        p = tl.load(prefix + row, mask=m, other=0.0, eviction_policy=policy)
     if PREFIX > 0:
         lse = tl.load(lse_ptr + t)
-        u = tl.load(update + row, mask=m, other=0.0)
+        u = tl.load(update + row, mask=m, other=0.0, eviction_policy=policy)
         if PREFIX == 2:
             u = (u.to(tl.float32) + p.to(tl.float32)).to(dtype)
-            tl.store(new_prefix + row, u, mask=m)
+            tl.store(new_prefix + row, u, mask=m, eviction_policy=policy)
         p = u.to(tl.float32)
         if not EARLY:
             q = tl.load(q_ptr + c, mask=m, other=0.0, eviction_policy="evict_last")
