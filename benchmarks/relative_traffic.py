@@ -120,6 +120,10 @@ def fewest(kernel: str, a: dict, windows: dict[int, float], programs: int) -> tu
     """(read, written) bytes that a launch with these arguments cannot do without; notes windows of skewed buffers."""
     if kernel in HOPPER:
         return _hopper(kernel, a, programs, windows)
+    if kernel == "dots":
+        return _size(a["x"]) + _size(a["bias"]), _size(a["out"])
+    if kernel == "add_parts":
+        return _size(a["parts"]), _size(a["grad"])
     share = a["heads"] / a["H"] if "heads" in a else 1.0
     terms = [windows.get(_key(t.z), _size(t.z)) for name in ("terms", "values") for t in a.get(name, ())
              if hasattr(t, "z")]  # fmt: skip

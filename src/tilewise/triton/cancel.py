@@ -19,9 +19,9 @@ __all__ = ["cancel"]
 
 @triton.jit
 def _sums(l, total, qt, gt, ls, k, sk, v, sv, terms, zs, rule, seed, c, drop, inverse, b, h, hk, n, bh, i0, a, e, Tq,
-          Tk, offset, left, right, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, BM: tl.constexpr,
-          BN: tl.constexpr, BANDS: tl.constexpr, MASKED: tl.constexpr, DROPOUT: tl.constexpr, PREC: tl.constexpr,
-          TMA: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
+          Tk, offset, left, right, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr,
+          BM: tl.constexpr, BN: tl.constexpr, BANDS: tl.constexpr, MASKED: tl.constexpr, DROPOUT: tl.constexpr,
+          PREC: tl.constexpr, TMA: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
     """(l + Σ P, total + Σ P·dP) of the rows over the keys a … e − 1."""
     for j in tl.range(a, e, BN, num_stages=STAGES):
         s = tl.dot(qt, tl.trans(load_rows(k, sk, b, hk, j, Tk, D, BN, BD, TMA)), input_precision=PREC)
