@@ -75,6 +75,10 @@ def perform(job) -> None:
         from relative_memcheck import run_one
 
         run_one(*rest, "meta")
+    elif kind == "biases":
+        from relative_biases import perform as of_biases
+
+        of_biases(*rest)
     elif kind == "linear":
         from relative_linear import perform as of_linear
 

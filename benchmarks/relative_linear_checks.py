@@ -74,8 +74,12 @@ TXL = [
     ("txl", "holes", HALF, sizes(1100, Hk=2)),
     ("txl", "none", HALF, sizes(1500, 700, offset=100)),
     ("txl", "none", HALF, sizes(700, 1500)),
+    ("left", "none", HALF, sizes(1100)),
+    ("left", "lengths", BRAIN, sizes(1100)),
 ]
-"""The second is made again with dG in shares of 40 row blocks; so is the first of BANDED's DeBERTa."""
+"""With biases; `left` has them summed with the query beforehand, which makes a left factor of its own.
+
+The second is made again with dG in shares of 40 row blocks; so is the first of BANDED's DeBERTa."""
 PASSES = {"attend_band", "key_pass", "query_pass", "collect_tiles"}
 FORCED = {
     "": {},
@@ -132,7 +136,8 @@ def call_for(job, device):
     if case == "shaw":
         # As it is timed: the other of that name has values, too.
         return timed_call(case, s.Tq, device, dtype, s.B * s.Tq, s.H, s.d, projections="recompute")[0]
-    return call_of(case, s, mask, dtype, device, options=Options(projections="recompute"))
+    options, left = Options(projections="recompute"), case == "left"
+    return call_of("txl" if left else case, s, mask, dtype, device, options=options, biases=not left)
 
 
 def check(job, device, backward: bool, forced: str = ""):

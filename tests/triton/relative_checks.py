@@ -21,13 +21,14 @@ def call_of(
     dropout: float = 0.0,
     seed: int = 0,
     options: Options | None = None,
+    biases: bool = True,
 ) -> Call:
-    """The lowered call of a case; `mask` names an entry of MASKS."""
+    """The lowered call of a case; `mask` names an entry of MASKS, `biases` leaves Transformer-XL's to the kernels."""
     case = CASES[case]
     inputs = case.inputs(sizes, dtype, device, seed)
     arguments = case.arguments(inputs, sizes)
     q, k, v = inputs["q"], inputs["k"], inputs["v"]
-    content, ports = lower(q, flatten(arguments["terms"]), biases=True)
+    content, ports = lower(q, flatten(arguments["terms"]), biases=biases)
     offset = sizes.Tk - sizes.Tq if sizes.offset is None else sizes.offset
     chosen = MASKS[mask](sizes, "cpu").to(torch.device(device)) if isinstance(mask, str) else mask
     key = torch.tensor([0x1234_5678_9ABC], dtype=torch.int64, device=device) if dropout else None

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from planned import Allocations, passes
+from planned import Allocations, counted, passes
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 from relative_cases import timed_call
@@ -81,3 +81,28 @@ def test_no_descriptor_has_the_stride_of_expanded_heads(monkeypatch, registers):
     launcher.pop()
     assert seen
     assert all(s > 0 for x in seen for s in x.strides)
+
+
+@pytest.mark.parametrize("skew", ["auto", "shared"])
+def test_biases_form_no_sum_with_the_query(monkeypatch, skew):
+    found = planned("txl", 512, skew=skew)
+    assert [kernel for kernel, _, _ in found["forward"][1]] == ["attend_band"]
+    assert found["forward"][0] < 0.1
+    monkeypatch.setattr(config, "SKEW_IN_REGISTERS", False)
+    found = planned("txl", 512, skew=skew)
+    assert [kernel for kernel, _, _ in found["forward"][1]] == ["attend_linear"]
+    assert found["forward"][0] < 0.1
+    # u·k and v·p in fp32: a number a key and a number a table row.
+    kernels = [kernel for kernel, _, _ in planned("txl", 512)["forward"][1]]
+    assert kernels == ["dots", "dots", "project", "attend"]
+
+
+def test_both_ways_of_biases_are_compiled_ahead():
+    import relative_biases
+
+    for variant in relative_biases.VARIANTS:
+        with counted(started := []):
+            relative_biases.perform(variant, 512)
+        names = [kernel for kernel, _, _ in started]
+        assert names.count("add_parts") == (0 if variant == "sums" else 2)
+        assert {"attend_band", "key_pass", "query_pass", "collect_tiles"} <= set(names)
