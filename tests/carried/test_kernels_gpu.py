@@ -78,9 +78,11 @@ class Block(NamedTuple):
     B: int = 1
     settings: dict | None = None
     layers: int = 4
+    d: int = 128
 
     def draw(self, device="cuda"):
-        groups = inputs(layers=self.layers, T=self.T, B=self.B, dtype=self.dtype, **MODEL | {"device": device})
+        sizes = MODEL | {"device": device, "d": self.d}
+        groups = inputs(layers=self.layers, T=self.T, B=self.B, dtype=self.dtype, **sizes)
         return groups, [torch.randn_like(x) for x in groups[0]], extras(self.config, device)
 
     def results(self, groups, G, extra):
@@ -176,6 +178,21 @@ STEPS = {
 }
 
 
+# Heads of 64, which have tiles of their own; the window is that of the trained models.
+NARROW = {
+    "causal": {},
+    "window": {"windows": 128},
+    "mean": {"scaling": "mean"},
+    "dropout": {"dropout_p": 0.2},
+    "no carry": {"layers": 1},
+}
+
+
+def narrow(name, plan):
+    config = CarriedConfig(impl="triton", **NARROW[name], **({} if plan is None else {"plan": plan}))
+    return Block(config, T=512, B=2, layers=config.layers, d=64)
+
+
 def layers_without_a_carry(tokens):
     return Block(CarriedConfig(layers=1, impl="triton"), T=tokens, layers=1)
 
@@ -196,6 +213,7 @@ def very_long(plan):
 LAUNCHED = {
     "test_smoke": lambda name: case(*SMOKE[name]),
     "test_smoke_layers_without_a_carry": layers_without_a_carry,
+    "test_narrow_heads_within_budget": narrow,
     "test_decoding_within_budget": step,
     "test_within_a_multiple_of_plain_attention": lambda std, offset, plan: causal(plan),
     "test_within_budget": case,
@@ -215,6 +233,13 @@ def test_smoke(name):
 def test_smoke_layers_without_a_carry(tokens):
     """The pass over keys without loaded bounds, and with them."""
     check(layers_without_a_carry(tokens))
+
+
+@pytest.mark.parametrize(
+    ("name", "plan"), [(name, plan) for name in NARROW for plan in PLANS if name != "no carry"] + [("no carry", None)]
+)
+def test_narrow_heads_within_budget(name, plan):
+    check(narrow(name, plan))
 
 
 @pytest.mark.parametrize("row_dtype", [None, F16])
