@@ -45,8 +45,9 @@ DRAWS = {**{("alibi", label): 8 for label in DTYPES}, ("t5", "float32-tf32"): 8}
 """How many draws of the inputs a mechanism is judged by: the largest errors of all, ours and dense PyTorch's.
 
 Few numbers decide here, and they are sums that nearly cancel. ALiBi's gradient is one number a head: in fp32 at 1,024
-tokens dense PyTorch's error of a head was 5e-6 … 2.9e-4 in 24 draws, 9e-5 as a rule (root mean square). Of T5's table the two outermost buckets
-hold nearly all scores: with TF32 at 4,096 tokens dense PyTorch's largest error was 1.3e-3 … 5.2e-3 in four draws.
+tokens dense PyTorch's error of a head was 5e-6 … 2.9e-4 in 24 draws, 9e-5 as a rule (root mean square). Of T5's table
+the two outermost buckets hold nearly all scores: with TF32 at 4,096 tokens dense PyTorch's largest error was 1.3e-3 …
+5.2e-3 in four draws.
 """
 
 

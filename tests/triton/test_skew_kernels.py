@@ -12,6 +12,7 @@ from planned import passes
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 from relative_cases import timed_call
 
+from tilewise import Mask
 from tilewise.triton import plan
 
 linear_backward = pytest.importorskip("tilewise.triton.linear_backward")
@@ -109,6 +110,27 @@ def test_banded_terms_can_be_left_to_the_portable_kernels(monkeypatch):
         call = timed_call(case, 128, "meta", tokens=256, H=2)[0]
         assert bool(linear_backward.unplanned(plan.Facts(call))) == (case != "txl")
         assert kernel in [name for name, _, _ in passes(call)["backward"][1]]
+
+
+def test_the_number_of_saturated_tiles_chooses_the_kernels(monkeypatch):
+    def backward(N, case="shaw", tokens=8192, **options):
+        call = timed_call(case, N, "meta", tokens=tokens, H=2, **options)[0]
+        return {name for name, _, _ in passes(call)["backward"][1]}
+
+    # Of 32 tiles in a row, 29 hold saturated offsets alone, and of DeBERTa's 15.
+    assert linear_backward.saturated_tiles(plan.Facts(timed_call("shaw", 2048, "meta", H=2)[0])) == 29
+    assert {"side_pass", "query_pass", "key_pass"} <= backward(2048)
+    assert "side_pass" not in backward(1024) | backward(2048, "deberta") | backward(2048, "txl")
+    assert "side_pass" in backward(8192, "deberta")
+    # A window leaves few of them.
+    assert "side_pass" in backward(8192, mask=Mask.causal())
+    assert "side_pass" not in backward(8192, mask=Mask.window(300, 300))
+    monkeypatch.setattr(linear_backward, "SPLIT_FROM", None)
+    assert "side_pass" not in backward(8192)
+    monkeypatch.setattr(linear_backward, "PORTABLE_FROM", 20)
+    assert "grad_query" in backward(2048)
+    assert "query_pass" in backward(1024) & backward(2048, skew="shared") & backward(8192, "deberta")
+    assert "grad_query" in backward(1024, skew="memory")
 
 
 def test_the_order_that_the_test_above_looks_for():
