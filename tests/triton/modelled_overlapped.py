@@ -78,7 +78,10 @@ GRADIENTS = {
     "gradients-long-queries": lambda: call_of(NEAR, 280, 70),
     "gradients-offset": lambda: call_of(NEAR, 260, 260, offset=37),
     "gradients-bf16": lambda: call_of(NEAR, 260, dtype=BRAIN, table=torch.float32),
-    "gradients-wide": lambda: call_of(NEAR, 260, d=128),
+    "gradients-wide": lambda: call_of(NEAR, 300, d=128),
+    "gradients-wide-heads": lambda: call_of(NEAR, 200, 333, H=2, Hk=1, d=128),
+    "gradients-wide-lengths": lambda: call_of(NEAR, 200, B=2, d=128, mask=LENGTHS()),
+    "gradients-wide-window": lambda: call_of(NEAR, 300, d=128, mask=Mask.window(60, 90)),
 }
 
 BROKEN = {

@@ -8,7 +8,7 @@ pytest.importorskip("tilewise.triton.overlapped")
 JOBS = [
     "none-odd", "none-short", "t5", "t5-odd", "t5-causal", "t5-lengths", "t5-cross",
     "t5-offset", "t5-bf16", "windowed", "wide-lengths", "gradients", "gradients-odd",
-    "gradients-heads", "gradients-window", "gradients-lengths", "gradients-padding", "gradients-bf16",
+    "gradients-heads", "gradients-window", "gradients-wide-heads", "gradients-lengths", "gradients-padding", "gradients-bf16",
 ]  # fmt: skip
 BROKEN = [
     "phase", "wait", "band", "ranges", "open", "query-slot", "query-sums", "query-wait", "query-stretch", "key-slot",

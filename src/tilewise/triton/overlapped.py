@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -29,7 +30,7 @@ from .masks import BLOCK
 from .plan import Layout, Source
 from .skew import barrier, visible
 
-__all__ = ["SHAPES", "Shape", "forward", "unsuited"]
+__all__ = ["SHAPES", "Shape", "forward", "rows_of", "unsuited"]
 
 
 @dataclass(frozen=True)
@@ -243,10 +244,12 @@ def unsuited(L: Layout) -> list[str]:
     return reasons + misfits(L)
 
 
-def _rows(x: Source | Tensor, rows: int, layout) -> TensorDescriptor:
+def rows_of(x: Source | Tensor, rows: int, dtype: torch.dtype) -> TensorDescriptor:
+    """Tiles of so many rows of a [B, H, T, d] tensor."""
     x = x if isinstance(x, Source) else Source(x)
     box = [1, 1, rows, x.x.shape[-1]]
-    return TensorDescriptor(x.x, list(x.x.shape), [*x.strides, 1], box, layout(box))
+    layout = gl.NVMMASharedLayout.get_default_for(box, dtype_of(dtype))
+    return TensorDescriptor(x.x, list(x.x.shape), [*x.strides, 1], box, layout)
 
 
 def forward(L: Layout, o: Tensor, lse: Tensor) -> None:
@@ -258,8 +261,8 @@ def forward(L: Layout, o: Tensor, lse: Tensor) -> None:
         slab, table, heads, ends = L.slab(0, (shape.queries, shape.keys)), L.tables[0], L.tables[0].shape[0], L.ends[0]
     masked = L.masked(shape.keys) or L.mask.elementwise
     launch(
-        attend_overlapped, (cdiv(L.Tq, shape.queries) * L.B * L.H,), _rows(L.q, shape.queries, layout),
-        _rows(L.k, shape.keys, layout), _rows(L.v, shape.keys, layout), _rows(o, shape.queries, layout), lse,
+        attend_overlapped, (cdiv(L.Tq, shape.queries) * L.B * L.H,), rows_of(L.q, shape.queries, L.dtype),
+        rows_of(L.k, shape.keys, L.dtype), rows_of(L.v, shape.keys, L.dtype), rows_of(o, shape.queries, L.dtype), lse,
         slab.memory, table, L.mask.rule, L.mask.queries, L.c, 1.0 / L.call.scale, L.H, L.G, heads, L.Tq, L.Tk,
         L.call.offset, L.lo, L.hi, slab.memory.stride(0), slab.width, slab.shift - L.call.offset, *ends,
         L.head_stride(0) if L.ports else 0, table.stride(1), L.mask.left, L.mask.right, L.mask.batch, D=L.d,

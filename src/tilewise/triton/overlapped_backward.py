@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from triton.experimental.gluon import language as gl
 
 from .buffers import Slab, Source
 from .config import Tiles
@@ -11,6 +12,7 @@ from .gradients import _Backward
 from .hopper import dtype_of, rows_layout, tiles_of
 from .launch import cdiv, launch
 from .masks import BLOCK
+from .overlapped import rows_of
 from .overlapped import unsuited as unsuited_forward
 from .overlapped_passes import key_overlapped, query_overlapped
 from .plan import Layout
@@ -20,6 +22,9 @@ __all__ = ["OverlappedPasses", "backward", "unsuited"]
 
 REGISTERS: dict[int, int | None] = {64: 168, 128: None}
 """Width ↦ registers a thread of the pass over queries: with 168 an SM holds three of its programs."""
+
+KEYS: dict[int, int] = {64: 64, 128: 128}
+"""Width ↦ keys of a program of the pass over keys, 16 a warp. At width 128 an SM holds one, of 8 warps."""
 
 
 def unsuited(L: Layout, do: Tensor) -> list[str]:
@@ -69,11 +74,15 @@ class OverlappedPasses(_Backward):
         spare = lambda d: torch.empty(L.B, L.Hk, L.Tk, d, dtype=L.dtype, device=L.device)  # noqa: E731
         dk = self.dk if self.need_k else spare(L.d)
         dv = self.dv if self.need_v else spare(L.dv)
+        keys = KEYS[L.d]
+        layout = gl.NVMMASharedLayout.get_default_for([keys, L.d], dtype_of(L.dtype))
+        k, v = rows_of(L.k, keys, L.dtype), rows_of(L.v, keys, L.dtype)
+        constants = self._constants() | {"num_warps": keys // 16}
         launch(
-            key_overlapped, (cdiv(L.Tk, BLOCK) * L.B * (heads // L.G),), tiles_of(L.q), tiles_of(L.k), tiles_of(L.v),
-            tiles_of(self.g), dk, dv, slab.memory, self.stats, L.mask.rule, L.mask.keys, L.c, L.call.scale,
-            1.0 / L.call.scale, *sizes, *place, *dk.stride()[:3], *dv.stride()[:3], L.mask.left, L.mask.right,
-            L.mask.batch, SHARED=L.G > 1, **self._constants(),
+            key_overlapped, (cdiv(L.Tk, keys) * L.B * (heads // L.G),), tiles_of(L.q), k, v, tiles_of(self.g), dk, dv,
+            slab.memory, self.stats, L.mask.rule, L.mask.keys, L.c, L.call.scale, 1.0 / L.call.scale, *sizes, *place,
+            *dk.stride()[:3], *dv.stride()[:3], L.mask.left, L.mask.right, L.mask.batch, SHARED=L.G > 1, ROWS_K=layout,
+            **constants,
         )  # fmt: skip
 
 

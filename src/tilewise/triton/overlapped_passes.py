@@ -38,9 +38,10 @@ def _fetch(x, y, xs, ys, xbars, ybars, b, hx, hy, at, x_slot, y_slot, go, BYTES:
 
 
 @gluon.jit
-def _store(out, tile, b, h, first, T, s_b, s_h, s_t, D: gl.constexpr, O: gl.constexpr, DTYPE: gl.constexpr):
-    """Rows first … first + 63 of out[b, h], as far as they exist."""
-    row = first + gl.arange(0, _T, gl.SliceLayout(1, O))
+def _store(out, tile, b, h, first, T, s_b, s_h, s_t, N: gl.constexpr, D: gl.constexpr, O: gl.constexpr,
+           DTYPE: gl.constexpr):  # fmt: skip
+    """Rows first … first + N − 1 of out[b, h], as far as they exist."""
+    row = first + gl.arange(0, N, gl.SliceLayout(1, O))
     at = out + b.to(gl.int64) * s_b + h.to(gl.int64) * s_h + row.to(gl.int64)[:, None] * s_t
     gl.store(at + gl.arange(0, D, gl.SliceLayout(0, O))[None, :], tile.to(DTYPE), mask=(row < T)[:, None])
 
@@ -198,7 +199,7 @@ def query_overlapped(q, k, v, g, dq, slab, stats, dz, sums, rule, ranges, c, tau
         factor = gl.convert_layout(ds.to(DTYPE), operand)
     sums_q = warpgroup_mma(factor, ks.index((tiles - 1) % 3), acc, is_async=True)
     acc = warpgroup_mma_wait(0, deps=[sums_q])
-    _store(dq, acc * tau, b, h, i0, Tq, s_b, s_h, s_t, D, o_mma, DTYPE)
+    _store(dq, acc * tau, b, h, i0, Tq, s_b, s_h, s_t, _T, D, o_mma, DTYPE)
     if SUMS:
         at_sums = sums + bh * blocks + i0 // _T
         gl.store(at_sums, gl.sum(sum1, 0))
@@ -254,14 +255,15 @@ def key_overlapped(q, k, v, g, dk, dv, slab, stats, rule, ranges, c, tau, over, 
                    offset, lo, hi, head, width, shift, k_b, k_h, k_t, v_b, v_h, v_t, left, right, batch,
                    D: gl.constexpr, DTYPE: gl.constexpr, TERM: gl.constexpr, SIDES: gl.constexpr,
                    SHARED: gl.constexpr, RANGED: gl.constexpr, MASKED: gl.constexpr, ROWS: gl.constexpr,
-                   num_warps: gl.constexpr):  # fmt: skip
-    """dK = τ·dSᵀ·Q and dV = Pᵀ·dO of 64 keys, summed over the G query heads of their key head, in order."""
-    s_mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _T, 16])
-    o_mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+                   ROWS_K: gl.constexpr, num_warps: gl.constexpr):  # fmt: skip
+    """dK = τ·dSᵀ·Q and dV = Pᵀ·dO of 16 keys a warp, summed over the G query heads of their key head, in order."""
+    BN: gl.constexpr = 16 * num_warps
+    s_mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, _T, 16])
+    o_mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, D, 16])
     operand: gl.constexpr = gl.DotOperandLayout(0, o_mma, 2)
     BYTES: gl.constexpr = _T * D * 2
-    blocks = (Tk + _T - 1) // _T
-    j0 = gl.program_id(0) % blocks * _T
+    blocks = (Tk + BN - 1) // BN
+    j0 = gl.program_id(0) % blocks * BN
     n = gl.program_id(0) // blocks
     kheads = heads // G
     b = n // kheads
@@ -273,11 +275,21 @@ def key_overlapped(q, k, v, g, dk, dv, slab, stats, rule, ranges, c, tau, over, 
     fhi = beyond + _T
     if RANGED:
         at = ranges + b * batch + j0 // _T * 4
-        first = gl.load(at) // _T * _T
+        first = gl.load(at)
         beyond = gl.load(at + 1)
         flo = gl.load(at + 2)
         fhi = gl.load(at + 3)
-    fhi = gl.where(j0 + _T > Tk, flo, fhi)
+        for more in gl.static_range(1, BN // _T):
+            # A block that nobody sees is the range 0 … 0.
+            first_more = gl.load(at + 4 * more)
+            beyond_more = gl.load(at + 4 * more + 1)
+            first_more = gl.where(beyond_more > 0, first_more, first)
+            first = gl.where(beyond > 0, gl.minimum(first, first_more), first_more)
+            beyond = gl.maximum(beyond, beyond_more)
+            flo = gl.maximum(flo, gl.load(at + 4 * more + 2))
+            fhi = gl.minimum(fhi, gl.load(at + 4 * more + 3))
+        first = first // _T * _T
+    fhi = gl.where(j0 + BN > Tk, flo, fhi)
     if rule.KEYS:
         fhi = flo
     # Keys that nobody sees take one tile, where P = 0.
@@ -286,14 +298,14 @@ def key_overlapped(q, k, v, g, dk, dv, slab, stats, rule, ranges, c, tau, over, 
     band = tiles
     if SIDES:
         t1 = gl.minimum(gl.maximum(gl.maximum(j0 - offset + lo + 1, 0) // _T - first // _T, 0), tiles)
-        t2 = (gl.maximum(j0 + _T - 1 - offset + hi, 0) + _T - 1) // _T - first // _T
+        t2 = (gl.maximum(j0 + BN - 1 - offset + hi, 0) + _T - 1) // _T - first // _T
         band = gl.minimum(gl.maximum(t2, t1), tiles) - t1
     total = tiles
     if SHARED:
         total = tiles * G
 
-    ks = gl.allocate_shared_memory(DTYPE, [_T, D], ROWS)
-    vs = gl.allocate_shared_memory(DTYPE, [_T, D], ROWS)
+    ks = gl.allocate_shared_memory(DTYPE, [BN, D], ROWS_K)
+    vs = gl.allocate_shared_memory(DTYPE, [BN, D], ROWS_K)
     qs = gl.allocate_shared_memory(DTYPE, [3, _T, D], ROWS)
     gs = gl.allocate_shared_memory(DTYPE, [3, _T, D], ROWS)
     kbar = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
@@ -305,28 +317,28 @@ def key_overlapped(q, k, v, g, dk, dv, slab, stats, rule, ranges, c, tau, over, 
         mbarrier.init(gbars.index(slot), count=1)
     fence_async_shared()
     barrier()
-    mbarrier.expect(kbar.index(0), 2 * BYTES)
+    mbarrier.expect(kbar.index(0), 4 * BN * D)
     tma.async_copy_global_to_shared(k, [b, hk, j0, 0], kbar.index(0), ks)
     tma.async_copy_global_to_shared(v, [b, hk, j0, 0], kbar.index(0), vs)
     for u in gl.static_range(2):
         ahead, _, i0 = _of_step(u, tiles, t1, band, first, SHARED)
         _fetch(q, g, qs, gs, qbars, gbars, b, hk * G + ahead, hk * G + ahead, i0, u, u, u < total, BYTES)
 
-    j = j0 + gl.arange(0, _T, gl.SliceLayout(1, s_mma))
-    row = gl.arange(0, _T, gl.SliceLayout(1, s_mma))
+    j = j0 + gl.arange(0, BN, gl.SliceLayout(1, s_mma))
+    row = gl.arange(0, BN, gl.SliceLayout(1, s_mma))
     planes = (B * H).to(gl.int64) * pad
     at_stats = stats + (b * H + hk * G).to(gl.int64) * pad
     ht0 = gl.where(HT > 1, hk * G, 0)
     head = gl.where(HT > 1, head, 0)
-    acc_k = gl.zeros([_T, D], gl.float32, o_mma)
-    acc_v = gl.zeros([_T, D], gl.float32, o_mma)
-    zero = gl.zeros([_T, _T], gl.float32, s_mma)
+    acc_k = gl.zeros([BN, D], gl.float32, o_mma)
+    acc_v = gl.zeros([BN, D], gl.float32, o_mma)
+    zero = gl.zeros([BN, _T], gl.float32, s_mma)
     mbarrier.wait(kbar.index(0), 0)
     mbarrier.wait(qbars.index(0), 0)
     mbarrier.wait(gbars.index(0), 0)
     s = warpgroup_mma(ks, qs.index(0).permute((1, 0)), zero, use_acc=False, is_async=True)
     dp = warpgroup_mma(vs, gs.index(0).permute((1, 0)), zero, use_acc=False, is_async=True)
-    p, ds = _key_step(s, dp, 0, tiles, t1, band, first, slab, ht0, head, width, row, j0 + shift, width - _T, over,
+    p, ds = _key_step(s, dp, 0, tiles, t1, band, first, slab, ht0, head, width, row, j0 + shift, width - BN, over,
                       at_stats, pad, planes, rule, b, j, flo, fhi, Tq, Tk, offset, left, right, c, s_mma, 0, TERM,
                       SIDES, SHARED, MASKED)  # fmt: skip
     by_v = gl.convert_layout(p.to(DTYPE), operand)
@@ -343,7 +355,7 @@ def key_overlapped(q, k, v, g, dk, dv, slab, stats, rule, ranges, c, tau, over, 
         dp = warpgroup_mma(vs, gs.index(u % 3).permute((1, 0)), zero, use_acc=False, is_async=True)
         sums_v = warpgroup_mma(by_v, gs.index((u - 1) % 3), acc_v, is_async=True)
         sums_k = warpgroup_mma(by_k, qs.index((u - 1) % 3), acc_k, is_async=True)
-        p, ds = _key_step(s, dp, u, tiles, t1, band, first, slab, ht0, head, width, row, j0 + shift, width - _T, over,
+        p, ds = _key_step(s, dp, u, tiles, t1, band, first, slab, ht0, head, width, row, j0 + shift, width - BN, over,
                           at_stats, pad, planes, rule, b, j, flo, fhi, Tq, Tk, offset, left, right, c, s_mma, 2, TERM,
                           SIDES, SHARED, MASKED)  # fmt: skip
         # These waits end a basic block, as in the pass over queries.
@@ -355,5 +367,5 @@ def key_overlapped(q, k, v, g, dk, dv, slab, stats, rule, ranges, c, tau, over, 
     sums_v = warpgroup_mma(by_v, gs.index((total - 1) % 3), acc_v, is_async=True)
     sums_k = warpgroup_mma(by_k, qs.index((total - 1) % 3), acc_k, is_async=True)
     acc_v, acc_k = warpgroup_mma_wait(0, deps=[sums_v, sums_k])
-    _store(dk, acc_k * tau, b, hk, j0, Tk, k_b, k_h, k_t, D, o_mma, DTYPE)
-    _store(dv, acc_v, b, hk, j0, Tk, v_b, v_h, v_t, D, o_mma, DTYPE)
+    _store(dk, acc_k * tau, b, hk, j0, Tk, k_b, k_h, k_t, BN, D, o_mma, DTYPE)
+    _store(dv, acc_v, b, hk, j0, Tk, v_b, v_h, v_t, BN, D, o_mma, DTYPE)
