@@ -46,6 +46,7 @@ VARIANTS: dict[str, dict[str, dict[str, object]]] = {
         "first rows first": {"merge_order": {"DOWN": False}},
         "last rows first, streaming": {"merge_order": {"STREAM": True}},
     },
+    "decode": {"sums of parts as programmatic dependents": {"chained": True}},
     "training": {"merge backward, one program an SM": {"merge_bwd": {"programs": 132}}},
 }
 MANY = {
@@ -210,6 +211,10 @@ def decode() -> dict:
         work, data, built = pass_of("decode", **plan)
         runs[name] = graph(built.forward)
         kernels = kernels or by_kernel(built.forward)
+    for name, changes in VARIANTS["decode"].items():
+        with tiles(changes):
+            runs[name] = graph(pass_of("decode")[2].forward)
+    runs["table, again"] = graph(pass_of("decode")[2].forward)
     ms, updates, samples = as_the_set(runs, data, work)
     return report("decode", ms, updates, kernels, samples=samples)
 

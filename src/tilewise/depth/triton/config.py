@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import cache
 
 __all__ = [
+    "chained",
     "combine_many",
     "combine_tiles",
     "dv_tiles",
@@ -142,6 +143,11 @@ def score_tiles(T: int, d: int, S: int, size: int) -> dict:
     return {"GRAM": 1, "SUB": 2, "BT": 32, "BK": 32 if wide else 64, "BS": block_s,
             "splits": 2 if d >= 4096 and S > 16 and not whole else 1, "num_warps": 4,
             "STAGES": 4 if wide else 3}  # fmt: skip
+
+
+def chained(T: int) -> bool:
+    """Whether the kernel that adds the scores' parts is a programmatic dependent of the one that makes them."""
+    return False
 
 
 def combine_tiles(T: int, d: int, n: int, S: int, size: int) -> dict:

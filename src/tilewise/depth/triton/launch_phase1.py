@@ -113,13 +113,16 @@ def _scores(v: Sequence[Tensor] | None, add, q, eps, s, r) -> None:
         ADD=add is not None,
         LOW=like.dtype != torch.float32,
         SPLIT=splits > 1,
+        CHAIN=splits > 1 and config.chained(T),
         D=d,
         **cfg,
     )
     if splits > 1:
         grid = (config.cdiv(T, 128), n, S)
         strides = s.stride(0), s.stride(1)
-        how = {"EXACT": like.dtype == torch.float32, "D": d, "B": 128, "num_warps": 4}
+        how = {"EXACT": like.dtype == torch.float32, "CHAIN": config.chained(T), "D": d, "B": 128, "num_warps": 4}
+        if config.chained(T):
+            how["launch_pdl"] = True
         start(finish_kernel, grid, s_out, r_out, s, r, T, n, S, splits, *strides, eps, **how)
 
 

@@ -7,6 +7,7 @@ register operands. Both products are small next to the memory traffic.
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tilewise.depth.triton.common import add_kept, rstd, source_rows
 
@@ -81,6 +82,7 @@ def scores_kernel(
     LOW: tl.constexpr,
     SPLIT: tl.constexpr,
     GRAM: tl.constexpr,
+    CHAIN: tl.constexpr,
     SUB: tl.constexpr,
     BT: tl.constexpr,
     BK: tl.constexpr,
@@ -93,7 +95,7 @@ def scores_kernel(
     LOW: 16 bits, with a low part of the queries; without it fp32, whose sums over tiles are compensated.
 
     A program takes SUB tiles of BT tokens, which share each tile of queries. SPLIT: program axis 2 also splits d; raw
-    partial sums go to s_ptr and r_ptr at part strides, for `finish_kernel`.
+    partial sums go to s_ptr and r_ptr at part strides, for `finish_kernel`, which with CHAIN may start meanwhile.
     """
     j = tl.program_id(1)
     part = tl.program_id(2) % splits
@@ -148,6 +150,8 @@ def scores_kernel(
         vv = tl.sum(tl.where(same, vv, 0.0), 1)
         if SUB == 2:
             vv2 = tl.sum(tl.where(same, vv2, 0.0), 1)
+    if CHAIN:
+        gdc_launch_dependents()
     s_at = s_ptr + sq[None, :].to(tl.int64) * s_stride_q + j.to(tl.int64) * s_stride_n
     r_at = r_ptr + j.to(tl.int64) * T
     if SPLIT:
@@ -161,9 +165,14 @@ def scores_kernel(
 @triton.jit(do_not_specialize=["T", "N", "S", "splits", "s_stride_q", "s_stride_n"])
 def finish_kernel(
     s_part, r_part, s_ptr, r_ptr, T, N, S, splits, s_stride_q, s_stride_n, eps, EXACT: tl.constexpr, D: tl.constexpr,
-    B: tl.constexpr,
+    CHAIN: tl.constexpr, B: tl.constexpr,
 ):  # fmt: skip
-    """Add the partial sums of a split `scores_kernel` in order: one program a (query, source, token tile)."""
+    """Add the partial sums of a split `scores_kernel` in order: one program a (query, source, token tile).
+
+    CHAIN: started before that kernel has ended, it waits for all of its writes.
+    """
+    if CHAIN:
+        gdc_wait()
     j = tl.program_id(1)
     q = tl.program_id(2)
     t = tl.program_id(0) * B + tl.arange(0, B)
