@@ -1,7 +1,7 @@
 """The Hopper kernels that skew in registers: checks against the fp64 oracle, then times beside the others and cuDNN.
 
     python benchmarks/relative_linear.py --out results.json --seconds 100
-    python benchmarks/relative_linear.py --only split,times --out results.json
+    python benchmarks/relative_linear.py --only split,times,profile --out results.json
 
 Checks (:mod:`relative_linear_checks`; the kernels that ran are looked at, so a silent fallback is a failure): all
 gradients of banded terms and of Transformer-XL, O and lse of DeBERTa and single OnQuery terms, at lengths of at least
@@ -27,7 +27,7 @@ from relative_linear_checks import OTHERS, check, checks, recorded, registers
 
 LENGTHS = (8192, 2048, 512, 128)
 DEFAULT = ("split", "banded", "txl", "times")
-GROUPS = (*DEFAULT, "forward", "wide")
+GROUPS = (*DEFAULT, "profile", "forward", "wide")
 """Checks of the backward look at the forward's results, too, at nearly all of the lengths and masks of `forward`."""
 CASES = ("shaw", "deberta", "txl")
 VARIANTS = {
@@ -60,6 +60,10 @@ def plan(N: int, d: int) -> list:
     whole = "as committed" if d == 64 else "wide"
     jobs = [(case, new, whole) for case in CASES for new in (False, True)]
     return jobs + [(case, True, variant) for case, variant, lengths in TRIED if N in lengths and d == 64]
+
+
+PROFILED = [(case, *how) for case in ("shaw", "deberta") for how in ((False, "as committed"), (True, "as committed"),
+                                                                     (True, "whole"))]  # fmt: skip
 
 
 def label_of(case: str, new: bool, variant: str, d: int) -> str:
@@ -177,6 +181,22 @@ def run_times(record, cells, until: float) -> int:
     return wrong
 
 
+def run_profile(record, N: int = 8192) -> None:
+    """Microseconds of each kernel of the backward, with the saturated keys' own kernel and without."""
+    from relative_tiles import kernel_times
+
+    for case, new, variant in PROFILED:
+        with registers(new, **VARIANTS[variant]):
+            forward, backward = timed(case, N, "cuda", new)
+            forward()
+            times = kernel_times(backward)
+        title = label_of(case, new, variant, 64)
+        record.append(dict(case=title, n=N, **{"pass": "backward"}, us=times))
+        text = ", ".join(f"{k[:24]} {t:.0f}" for k, t in sorted(times.items(), key=lambda a: -a[1]) if t > 1)
+        print(f"us {title} N={N}: {text}", flush=True)
+        torch.cuda.empty_cache()
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", default="relative_linear.json")
@@ -195,18 +215,22 @@ def main():
     cells = [(n, 64) for n in lengths] + ([(8192, 128), (2048, 128)] if "wide" in only else [])
     jobs = [("linear", "time", N, d, *one) for N, d in sorted(cells, reverse=True) for one in plan(N, d)]
     jobs += [("linear", "check", *one) for one in wanted]
+    if "profile" in only:
+        jobs += [("linear", "time", 8192, 64, *one) for one in PROFILED]
     failed = precompile(jobs, arguments.compile_seconds)
     if arguments.only_compile:
         sys.exit(1 if failed else 0)
     import triton
 
     result = dict(torch=torch.__version__, triton=triton.__version__, cuda=torch.version.cuda,
-                  time=time.strftime("%Y-%m-%d"), checks=[], timings=[])  # fmt: skip
+                  time=time.strftime("%Y-%m-%d"), checks=[], timings=[], profile=[])  # fmt: skip
     wrong = 1
     try:
         wrong = run_checks(result["checks"], wanted, start + 0.7 * arguments.seconds)
         result["gpu"] = torch.cuda.get_device_properties(0).name
         wrong += run_times(result["timings"], cells, start + arguments.seconds - 12.0)
+        if "profile" in only:
+            run_profile(result["profile"])
         print(f"{sum(c['ok'] for c in result['checks'])} of {len(wanted)} checks within budget, "
               f"{time.time() - start:.0f} s", flush=True)  # fmt: skip
     finally:

@@ -181,6 +181,7 @@ def test_every_job_can_be_compiled_ahead(noted, job):
 
 def test_variants_of_the_backward_are_other_ones(noted):
     kernels = {}
+    assert set(relative_linear.PROFILED) <= set(relative_linear.plan(8192, 64))
     for case, new, variant in relative_linear.plan(8192, 64):
         noted.clear()
         relative_ahead.perform(("linear", "time", 8192, 64, case, new, variant))
