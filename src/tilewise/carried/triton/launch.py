@@ -26,13 +26,9 @@ def refusal(q: Tensor, k: Tensor, v: Tensor, config: CarriedConfig) -> str | Non
         return f"q is {q.dtype}; the kernels take fp16, bf16 and fp32"
     if max(q.shape[-1], v.shape[-1]) > 256:
         return f"head widths are {q.shape[-1]} and {v.shape[-1]}; the kernels take up to 256"
-    count = 1 if config.plan == "stored" else min(config.layers, MOST)
-    width, shared = padded(max(q.shape[-1], v.shape[-1])), limits_of(q.device).shared
-    if settings.lacking(width, q.element_size(), config.tile, count, shared):
-        return (
-            f"a program has {shared} bytes of shared memory, too few to sum the scores of {count} layer(s) of "
-            f"{q.dtype}, {width} wide; plan='stored' sums one"
-        )
+    # Where a graph is traced the tiles say so, when it runs: cached functions cannot be traced.
+    if not torch.compiler.is_compiling() and (why := _lacking(q, v, config)) is not None:
+        return why
     if config.layers > MOST and config.plan != "stored":
         return f"layers is {config.layers}; the kernels sum up to {MOST}, any number with plan='stored'"
     for name, dtype in (("carry_dtype", config.carry_dtype), ("grad_dtype", config.grad_dtype)):
@@ -46,6 +42,18 @@ def refusal(q: Tensor, k: Tensor, v: Tensor, config: CarriedConfig) -> str | Non
     ):
         return "rows of packed tiles are counted in 32 bits; nearest legal call: plan='recompute' with impl='blocked'"
     return None
+
+
+def _lacking(q: Tensor, v: Tensor, config: CarriedConfig) -> str | None:
+    """Why no tile is small enough for the GPU's shared memory, or None."""
+    count = 1 if config.plan == "stored" else min(config.layers, MOST)
+    width, shared = padded(max(q.shape[-1], v.shape[-1])), limits_of(q.device).shared
+    if not settings.lacking(width, q.element_size(), config.tile, count, shared):
+        return None
+    return (
+        f"a program has {shared} bytes of shared memory, too few to sum the scores of {count} layer(s) of {q.dtype}, "
+        f"{width} wide; plan='stored' sums one"
+    )
 
 
 def _facts(
