@@ -101,9 +101,9 @@ def missed(name: str) -> list[str]:
     return [f"{b.name}: error {b.error:.2e}, allowed {b.allowed:.2e}" for b in budgets if not b.ok]
 
 
-def unneeded() -> list[str]:
+def unneeded(case: str = "deberta", T: int = 80) -> list[str]:
     """Each gradient asked for alone: the same bits as with all of them, twice, and nothing else written."""
-    call = call_of("deberta", sizes(80), "none", HALF, "cpu")
+    call = call_of(case, sizes(T), "none", HALF, "cpu")
     do = torch.randn(*call.q.shape[:3], call.v.shape[3], generator=torch.Generator().manual_seed(3)).half()
     o, lse, everything = run(call, do, None)
     wrong = []
@@ -169,7 +169,7 @@ def cancelling() -> list[str]:
     return wrong
 
 
-OTHERS = {"unneeded": unneeded, "kept": kept, "cancelling": cancelling}
+OTHERS = {"unneeded": unneeded, "unneeded-txl": lambda: unneeded("txl", 70), "kept": kept, "cancelling": cancelling}
 
 if __name__ == "__main__":
     for name in sys.argv[1:]:

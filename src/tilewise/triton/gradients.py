@@ -68,8 +68,8 @@ class _Backward:
         wanted = lambda n: n in self.table or n in self.left  # noqa: E731
         self.own = [n for n in kind("query") if L.ports[n].left is None]
         # Whose gradients come from dS by queries (and by keys), and who shares in dQ or dK.
-        # Biases' gradients need the two parts of dQ apart.
-        self.apart = bool(self.content or self.bias)
+        # Biases' gradients need the two parts of dQ apart; dQ is rounded alike whether or not they are wanted.
+        self.apart = any(p.biased for p in L.ports) and bool(self.need_q or self.content or self.bias)
         self.by_query = [
             n for n in kind("scalar", "query") if wanted(n) or n in self.bias or (n in self.own and self.need_q)
         ]
