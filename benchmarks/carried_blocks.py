@@ -190,6 +190,9 @@ def _compile(task: tuple[object, int]) -> tuple[str, float, str]:
             start, why = time.perf_counter(), ""
             try:
                 make_ready(kernel, grid, *args, **meta)
+                needs = kernel.warmup(*args, grid=grid, **meta).metadata.shared
+                # Compiled it is all the same, and would only fail once it is loaded.
+                why = f"needs {needs} bytes of shared memory" if needs > settings.SHARED else ""
             except Exception:
                 why = traceback.format_exc()[-600:]
             done = (kernel.fn.__name__, time.perf_counter() - start, why)
