@@ -194,6 +194,8 @@ def attend_overlapped(q, k, v, o, lse, slab, table, rule, ranges, c, over, H, G,
     mbarrier.wait(vbars.index(0), 0)
     for u in range(1, tiles):
         slot = u % 2
+        scores = warpgroup_mma(qs, ks.index(slot).permute((1, 0)), zero, use_acc=False, is_async=True)
+        sums = warpgroup_mma(operand, vs.index(1 - slot), acc, is_async=True)
         # Every warp is done with the keys of the tile before, and with the values of the one before that.
         barrier()
         mbarrier.expect(kbars.index(1 - slot), BYTES, pred=u + 1 < tiles)
@@ -202,8 +204,6 @@ def attend_overlapped(q, k, v, o, lse, slab, table, rule, ranges, c, over, H, G,
         tma.async_copy_global_to_shared(k, [b, hk, j, 0], kbars.index(1 - slot), ks.index(1 - slot), pred=u + 1 < tiles)
         j = _key_of(u, t1, band, first, BN)
         tma.async_copy_global_to_shared(v, [b, hk, j, 0], vbars.index(slot), vs.index(slot))
-        scores = warpgroup_mma(qs, ks.index(slot).permute((1, 0)), zero, use_acc=False, is_async=True)
-        sums = warpgroup_mma(operand, vs.index(1 - slot), acc, is_async=True)
         s = warpgroup_mma_wait(1, deps=[scores])
         prob, new, shrink = _weights(s, u, t1, band, first, m, here, shift - i0, reach, over, left_edge, right_edge,
                                      rule, b, i, flo, fhi, Tq, Tk, offset, left, right, c, BN, s_mma, TERM, SIDES,

@@ -182,13 +182,13 @@ def query_overlapped(q, k, v, g, dq, slab, stats, dz, sums, rule, ranges, c, tau
     mbarrier.wait(kbars.index(1), 0, pred=tiles > 1)
     mbarrier.wait(vbars.index(1), 0, pred=tiles > 1)
     for u in range(1, tiles):
+        s = warpgroup_mma(qs, ks.index(u % 3).permute((1, 0)), zero, use_acc=False, is_async=True)
+        dp = warpgroup_mma(gs, vs.index(u % 2).permute((1, 0)), zero, use_acc=False, is_async=True)
+        sums_q = warpgroup_mma(factor, ks.index((u - 1) % 3), acc, is_async=True)
         # Every warp is done with the values of step u − 1 and with the keys of step u − 2.
         barrier()
         _fetch(k, v, ks, vs, kbars, vbars, b, hk, hk, _other_of(u + 1, t1, band, first), (u + 1) % 3, (u + 1) % 2,
                u + 1 < tiles, BYTES)  # fmt: skip
-        s = warpgroup_mma(qs, ks.index(u % 3).permute((1, 0)), zero, use_acc=False, is_async=True)
-        dp = warpgroup_mma(gs, vs.index(u % 2).permute((1, 0)), zero, use_acc=False, is_async=True)
-        sums_q = warpgroup_mma(factor, ks.index((u - 1) % 3), acc, is_async=True)
         ds, sum1, sum2 = _query_step(s, dp, u, t1, band, first, here, shift - i0, reach, over, ls0, ls1, ls2, dl, out,
                                      stride_z, width_z, shift_z, sum1, sum2, rule, b, i, flo, fhi, Tq, Tk, offset, left,
                                      right, c, s_mma, DTYPE, 1, TERM, SIDES, STORE, SUMS, MASKED)  # fmt: skip
@@ -346,15 +346,15 @@ def key_overlapped(q, k, v, g, dk, dv, slab, stats, rule, ranges, c, tau, over, 
     mbarrier.wait(qbars.index(1), 0, pred=total > 1)
     mbarrier.wait(gbars.index(1), 0, pred=total > 1)
     for u in range(1, total):
+        s = warpgroup_mma(ks, qs.index(u % 3).permute((1, 0)), zero, use_acc=False, is_async=True)
+        dp = warpgroup_mma(vs, gs.index(u % 3).permute((1, 0)), zero, use_acc=False, is_async=True)
+        sums_v = warpgroup_mma(by_v, gs.index((u - 1) % 3), acc_v, is_async=True)
+        sums_k = warpgroup_mma(by_k, qs.index((u - 1) % 3), acc_k, is_async=True)
         # Every warp is done with step u − 2.
         barrier()
         ahead, _, i0 = _of_step(u + 1, tiles, t1, band, first, SHARED)
         _fetch(q, g, qs, gs, qbars, gbars, b, hk * G + ahead, hk * G + ahead, i0, (u + 1) % 3, (u + 1) % 3,
                u + 1 < total, BYTES)  # fmt: skip
-        s = warpgroup_mma(ks, qs.index(u % 3).permute((1, 0)), zero, use_acc=False, is_async=True)
-        dp = warpgroup_mma(vs, gs.index(u % 3).permute((1, 0)), zero, use_acc=False, is_async=True)
-        sums_v = warpgroup_mma(by_v, gs.index((u - 1) % 3), acc_v, is_async=True)
-        sums_k = warpgroup_mma(by_k, qs.index((u - 1) % 3), acc_k, is_async=True)
         p, ds = _key_step(s, dp, u, tiles, t1, band, first, slab, ht0, head, width, row, j0 + shift, width - BN, over,
                           at_stats, pad, planes, rule, b, j, flo, fhi, Tq, Tk, offset, left, right, c, s_mma, 2, TERM,
                           SIDES, SHARED, MASKED)  # fmt: skip
