@@ -8,7 +8,9 @@ import torch
 
 import tilewise as tw
 from tilewise import api
-from tilewise.terms import lower, ports_of
+from tilewise.call import Call
+from tilewise.ops import attend
+from tilewise.terms import lower, ports_of, spec_of
 
 
 def qkv(B=2, H=4, Hk=4, Tq=10, Tk=10, d=8, d_v=8, **options):
@@ -371,5 +373,7 @@ def test_only_transformer_xl_leaves_its_biases_to_the_kernels():
         assert not any(port.biased for port in ports), name
         assert content is not q, name
     content, (port,) = lower(q, xl, biases=True)
+    with pytest.raises(ValueError, match="expected impl='triton'"):
+        attend(Call(q, q, q, (port,), tw.Mask(), 1.0, 0), spec_of([port]), "blocked")
     assert content is q
     assert port.names == ("table", "content", "bias")

@@ -68,6 +68,8 @@ def _gradients(q: Tensor, k: Tensor, v: Tensor, tensors: list[Tensor], need: lis
 def _forward(*args):
     *args, impl = args
     call = _call(*args)
+    if impl != "triton" and any(port.biased for port in call.ports):
+        raise ValueError(f"spec leaves biases to impl={impl!r}; expected impl='triton', or sums as lower() forms them")
     o, lse = _outputs(call.q, call.v)
     kept = _kept(call, impl)
     if o.numel():
