@@ -28,9 +28,9 @@ def test_every_architecture(arch):
 
 
 def test_hopper_keeps_left_operands_out_of_registers():
-    kernels = compiled("deberta@90", "t5@90")
+    kernels = compiled("deberta@90", "t5@90", "txl@90")
     loops = [k for k in kernels if k["kernel"] in ("attend", "grad_key", "grad_query")]
-    assert len(loops) == 6
+    assert len(loops) == 9
     assert all(k["wgmma"] > 0 for k in loops)
     assert [k for k in kernels if k["shared"] > k["limit"]] == []
     assert {k["kernel"]: k["invariant"] for k in kernels if k["invariant"]} == {}

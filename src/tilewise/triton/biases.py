@@ -22,7 +22,7 @@ __all__ = ["ContentBias", "add_up", "content_band", "content_edge", "content_of"
 class ContentBias(NamedTuple):
     """c·u_h·k_j: fp32 numbers by [batch, query head, key]."""
 
-    values: Any
+    numbers: Any
     heads: Any
     keys: Any
 
@@ -32,7 +32,7 @@ def content_band(t, z, b, h, n, i0, j0, offset, Tq, Tk, BM: tl.constexpr, BN: tl
                  TMA: tl.constexpr):  # fmt: skip
     """The bias of BN keys in log2 units, to broadcast over a [BM, BN] tile ([BN, BM] where TURNED)."""
     j = j0 + tl.arange(0, BN)
-    at = t.values + tl.cast(b * t.heads + h, tl.int64) * t.keys + j
+    at = t.numbers + tl.cast(b * t.heads + h, tl.int64) * t.keys + j
     value = tl.load(at, mask=j < Tk, other=0.0)
     if TURNED:
         value = value[:, None]
