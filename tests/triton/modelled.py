@@ -137,7 +137,6 @@ GRADIENTS = {
     "both-gradients-short": lambda: call_of(["query", "key"], BUCKETS, 70, B=2),
     "both-gradients-shares": lambda: call_of(["query", "key"], NEAR, 200, B=2),
     "split": lambda: call_of(["query"], rows.clipped(-70, 20), 400),
-    "split-shared": lambda: call_of(["query"], rows.clipped(-9, 20, descending=True), 200, H=2, shared=True),
     "split-causal": lambda: call_of(["query"], NEAR, 260, mask=Mask.causal()),
     "split-window": lambda: call_of(["query"], NEAR, 330, mask=Mask.window(200, 150)),
     "split-lengths": lambda: call_of(["query"], NEAR, 260, B=2, mask=LENGTHS()),
@@ -147,7 +146,6 @@ GRADIENTS = {
     "split-bf16": lambda: call_of(["query"], NEAR, 200, dtype=BRAIN),
     "split-both": lambda: call_of(["query", "key"], NEAR, 330, B=2),
     "split-both-lengths": lambda: call_of(["query", "key"], NEAR, 200, B=2, mask=LENGTHS()),
-    "split-both-wide": lambda: call_of(["query", "key"], NEAR, 200, d=128),
     "split-none": lambda: call_of(["query"], rows.windowed(-3, 2), 200),
 }
 

@@ -30,8 +30,8 @@ BACKWARD = {
                         "-bf16", "-short", "-none"],
     "both-gradients": ["", "-long", "-backwards", "-causal", "-window", "-lengths", "-heads", "-cross", "-bf16",
                        "-short", "-shares", "-wide"],
-    "split": ["", "-shared", "-causal", "-window", "-lengths", "-heads", "-cross", "-long-queries", "-bf16", "-both",
-              "-both-lengths", "-both-wide", "-none"],
+    "split": ["", "-causal", "-window", "-lengths", "-heads", "-cross", "-long-queries", "-bf16", "-both",
+              "-both-lengths", "-none"],
 }  # fmt: skip
 BROKEN = ["phase", "rows", "slot", "edge", "order", "early", "staged", "heads", "turned", "end", "plane", "sums",
           "place", "stretch", "before", "shifted", "carried", "missing", "slots", "groups", "open",
