@@ -5,9 +5,8 @@
 Most important first, each in a process of its own, in OUT/carried.json: `goals` times the set's cells that decide, our
 plans and the same kernels without a carry, each beside PyTorch's attention in every round; `others` the remaining rows.
 `checks` are GPU tests (those whose tiles changed last) and decoding, `report` the tables of it all. Only where named:
-`allocator` times the 4,096 tokens' step again while PyTorch's allocator maps segments that grow, and `step` says what
-host and GPU do in it (carried_step.py). A step that fails or runs into its limit costs only itself; what is left of the
-seconds is shared out in proportion. About 240 s on an H200 with 16 processors.
+`step` says what host and GPU do in the 4,096 tokens' step (carried_step.py). A step that fails or runs into its limit
+costs only itself; what is left of the seconds is shared out in proportion. About 260 s on an H200 with 16 processors.
 """
 
 from __future__ import annotations
@@ -22,26 +21,23 @@ import processes
 
 HERE = Path(__file__).resolve().parent
 CLI = "from tilewise.bench.cli import app; app()"
-GROWING = f"import os; os.environ['PYTORCH_ALLOC_CONF'] = 'expandable_segments:True'; {CLI}"
 SET = ["run", "--set", "carried", "--time-limit", "{run}"]
 
 STEPS: dict[str, tuple[int, list[str]]] = {
-    "goals": (115, ["-c", CLI, *SET, "--json", "{out}/carried.json", "--systems", "no-carry,tilewise,tilewise-mixed"]),
+    "goals": (135, ["-c", CLI, *SET, "--json", "{out}/carried.json", "--systems", "no-carry,tilewise,tilewise-mixed"]),
     "others": (110, ["-c", CLI, *SET, "--json", "{out}/carried.json", "--quick",
                      "--systems", "plain,tilewise-recompute,eager,tilewise-stored",
                      "--cases", "step,step-window,block,block-window"]),
     "checks": (72, ["carried_kernels.py", "--out", "{out}", "tests", "decoding", "--until", "{run}",
                     "--select", "dropout or narrow or decoding"]),
     "report": (8, ["-c", CLI, "report", "{out}/carried.json", "--no-plots"]),
-    "allocator": (30, ["-c", GROWING, *SET, "--json", "{out}/carried_growing.json", "--systems", "tilewise",
-                       "--cases", "step", "--size", "tokens=4096"]),
     "step": (45, ["carried_step.py", "--out", "{out}/carried_step.json", "--seconds", "{run}"]),
 }  # fmt: skip
 """Step ↦ (its share of the seconds, command). Heads of 64 are those of the models that carried_train.py trains."""
 
 ALWAYS = ("goals", "others", "checks", "report")
 
-TAIL = {"goals": 24, "others": 28, "checks": 12, "report": 75, "allocator": 4, "step": 45}
+TAIL = {"goals": 24, "others": 28, "checks": 12, "report": 75, "step": 45}
 
 
 def command(name: str, out: Path, limit: float) -> list[str]:
