@@ -55,13 +55,27 @@ def test_tables_put_ours_first_and_mark_the_fastest_of_a_column():
     assert backward.rows[2] == ["eager", "56 (0.11)", "–"]
 
 
-def test_cost_of_the_carry_is_the_fastest_plan_over_the_kernel_without_one_and_over_the_baseline():
-    out = []
-    for system, ms, ratio in (("tilewise", 110.0, 0.9), ("tilewise-mixed", 105.0, 0.8), ("no-carry", 100.0, 1.25)):
-        for cell in runner.select("carried", "cuda", cases=["step"], systems=[system]):
+def carried(systems, case="step"):
+    """Records at 4,096 tokens; without a result at 8,192. Two rounds, one sample below and one above the median."""
+    out = [{"record": "environment", "run": "r", "gpu": "H200", "date": "", "cuda": "", "versions": {}}]
+    for system, (ms, ratio) in systems.items():
+        for cell in runner.select("carried", "cuda", cases=[case], systems=[system]):
             r = blank(CARRIED, cell, "step")
-            out.append(r | {"ok": True, "ms": ms, "ratio_to_baseline": ratio} if cell.size["tokens"] == 4096 else r)
-    assert carry_costs(out).rows == [["step", "4,096", "tilewise-mixed", "105.0", "+5.0%", "+25.0%", "-20.0%"]]
+            samples = {"system": [[ms - 2.0], [ms + 3.0]], "baseline": [[ms * ratio]] * 2}
+            full = {"ok": True, "ms": ms, "ratio_to_baseline": ratio, "baseline_ms": ms * ratio, "peak_mib": 2048.0,
+                    "samples": samples}  # fmt: skip
+            out.append(r | full if cell.size["tokens"] == 4096 else r)
+    return out
+
+
+def test_cost_of_the_carry_is_over_the_kernel_without_one_and_over_the_baseline():
+    table = carry_costs(carried({"tilewise": (110.0, 0.9), "tilewise-mixed": (105.0, 0.8), "no-carry": (100.0, 1.25)}))
+    assert table.rows == [
+        ["step", "4,096", "tilewise-mixed", "105", "103–108", "+5.0%", "+25.0%"],
+        ["step", "4,096", "tilewise", "110", "108–113", "+10.0%", "+11.1%"],
+        ["step", "4,096", "no-carry", "100", "98–103", "", "-20.0%"],
+    ]
+    assert table.emphasis == {(0, 3)}
 
 
 def test_cells_not_won_and_cells_without_a_result_are_shown():
@@ -108,6 +122,20 @@ def test_report_draws_a_picture_a_case(results, tmp_path):
     assert shown.exit_code == 0, shown.output
     picture = tmp_path / "plots" / "t5-float16-64.png"
     assert picture.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    assert picture.stat().st_size > 20_000
+
+
+def test_carried_cells_become_bars_with_the_slowest_cut(tmp_path):
+    from tilewise.bench.carried_plots import _panels
+    from tilewise.bench.plots import plot
+
+    results = carried({"eager": (400.0, 0.25), "tilewise": (110.0, 0.9), "plain": (100.0, 1.0)})
+    results += carried({"tilewise": (105.0, 0.95)}, case="step-graph")[1:]
+    first, second = _panels(results, "step")
+    assert (first.title, list(first.records)) == ("4,096 tokens", ["eager", "tilewise", "plain"])
+    assert (second.title, list(second.records)) == ("4,096 tokens, one CUDA graph", ["tilewise"])
+    (picture,) = plot(results, tmp_path)
+    assert picture.name == "carried-step.png"
     assert picture.stat().st_size > 20_000
 
 

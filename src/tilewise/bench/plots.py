@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from .carried_plots import plot_carried
 from .report import Task, compared, ours
 
 __all__ = ["plot"]
@@ -24,8 +25,8 @@ def plot(records: Sequence[dict], folder: str | Path) -> list[Path]:
     """Write ``<case>-<dtype>-<head_dim>.png`` files into `folder`; a system keeps its colour in all of them.
 
     Upper row: TFLOP/s of forward and backward, with the plain-attention baseline measured in the same rounds as a grey
-    line; lower row: peak memory. A system without a valid result at a length has no point there. Only sets that count
-    operations are drawn.
+    line; lower row: peak memory. A system without a valid result at a length has no point there. Cells of the carried
+    set become bars (:func:`tilewise.bench.carried_plots.plot_carried`); the depth set is not drawn.
     """
     import matplotlib
 
@@ -40,8 +41,8 @@ def plot(records: Sequence[dict], folder: str | Path) -> list[Path]:
     pictures: dict[Task, dict[str, dict]] = {}
     for task, by_system in groups.items():
         pictures.setdefault(task._replace(pass_=""), {})[task.pass_] = by_system
-    written = []
     with plt.style.context(_STYLE):
+        written = plot_carried(records, folder, device)
         for task, passes in pictures.items():
             figure, axes = plt.subplots(2, len(passes), figsize=(4.6 * len(passes), 6.0), squeeze=False)
             for column, (pass_, by_system) in enumerate(sorted(passes.items(), reverse=True)):
