@@ -319,3 +319,42 @@ def test_operators_are_called_where_something_watches_them_and_say_the_same(plan
         for a, b in zip(results[0], other, strict=True):
             assert torch.equal(a, b)
             assert a.stride() == b.stride()
+
+
+class Made(TorchDispatchMode):
+    """Packed buffers that were made, and every operator's name."""
+
+    def __init__(self):
+        super().__init__()
+        self.packed, self.names = 0, set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        self.names.add(func._opname)
+        self.packed += func._opname == "empty" and out.dim() == 5
+        return out
+
+
+@pytest.mark.parametrize(
+    ("plan", "forward", "backward"),
+    [("stored", [1, 1, 1, 0], 1), ("mixed", [0, 1, 0, 0], 1), ("recompute", [0] * 4, 0)],
+)
+def test_packed_memory_is_made_within_blocks_only_and_nothing_is_concatenated(plan, forward, backward):
+    """Layer by layer over two blocks: the first layer of a block gets nothing from the last one of the block before,
+    the last one leaves nothing, and one E serves all layers of a block."""
+    q, k, v = inputs(layers=8, T=40)
+    carry = Carry(config(plan), layout=TileLayout(config(plan), 40, 40))
+    outputs, made, names = [], [], set()
+    for i in range(8):
+        with Made() as mode:
+            o, carry = carried_attention(q[i], k[i], v[i], carry)
+        outputs.append(o)
+        made.append(mode.packed)
+        names |= mode.names
+    assert made == 2 * forward
+    loss = sum(o.square().sum() for o in outputs)
+    with Made() as mode:
+        torch.autograd.grad(loss, [*q, *k, *v])
+    assert mode.packed == 2 * backward
+    assert not {"cat", "stack"} & (names | mode.names)
+    assert {"carried_forward", "carried_backward"} <= names | mode.names
