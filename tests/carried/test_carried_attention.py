@@ -79,3 +79,16 @@ def test_equals_the_oracle(name, plan):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12, msg=lambda m, i=i: f"O_{i}: {m}")
     for a, b in zip(grads_of(got, leaves, weights), grads_of(exact, leaves, weights), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-11)
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_every_window_from_one_key_to_all(plan):
+    """35 tokens in tiles of 16; four query heads on one key head."""
+    q, k, v = inputs(layers=3, T=35, H=4, Hk=1, d=4)
+    leaves, weights = [*q, *k, *v], [torch.randn_like(o) for o in q]
+    for window in range(1, 36):
+        config = CarriedConfig(layers=3, tile=16, impl="blocked", plan=plan, windows=window)
+        got, exact = run(config, q, k, v), dense(config, q, k, v)
+        got, exact = ([*out, *grads_of(out, leaves, weights)] for out in (got, exact))
+        for a, b in zip(got, exact, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-11, msg=lambda m, n=window: f"window {n}: {m}")
