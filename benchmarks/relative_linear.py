@@ -1,12 +1,12 @@
 """The Hopper kernels that skew in registers: checks against the fp64 oracle, then times beside the others and cuDNN.
 
     python benchmarks/relative_linear.py --out results.json --seconds 100
-    python benchmarks/relative_linear.py --only split,times,profile --out results.json
+    python benchmarks/relative_linear.py --only times,profile --out results.json
 
 Checks (:mod:`relative_linear_checks`; the kernels that ran are looked at, so a silent fallback is a failure): all
 gradients of banded terms and of Transformer-XL, O and lse of DeBERTa and single OnQuery terms, at lengths of at least
 four times the band and lengths that no tile divides, causal, window, lengths, packed, holes, grouped heads, Tq ≠ Tk,
-bf16, a backward in several shares, one with a kernel of its own for saturated keys; each twice, compared bit for bit.
+bf16, a backward in several shares; each twice, compared bit for bit.
 Times: CUDA graphs, L2 flushed, rounds interleaved with the other kernels and with cuDNN's attention without any term.
 The whole run stops itself after --seconds.
 """
@@ -25,34 +25,23 @@ from relative_ahead import precompile
 from relative_cases import label, passes_of, timed_call
 from relative_linear_checks import OTHERS, check, checks, recorded, registers
 
-LENGTHS = (8192, 2048, 512, 128)
-DEFAULT = ("split", "banded", "txl", "times")
+LENGTHS = (8192, 4096, 2048, 512, 128)
+DEFAULT = ("banded", "txl", "times")
 GROUPS = (*DEFAULT, "profile", "forward", "wide")
 """Checks of the backward look at the forward's results, too, at nearly all of the lengths and masks of `forward`."""
 CASES = ("shaw", "deberta", "txl")
 VARIANTS = {
     "as committed": {},
-    "whole": {"SPLIT_FROM": None},
-    "split": {"SPLIT_FROM": 0},
-    "3 stages beside": {"SIDES": (3, None)},
-    "2 keys' stages": {"KEYS_ALONE": (2, None), "QUERIES_ALONE": (3, None), "SPLIT_FROM": None},
+    "3 queries' stages": {"QUERIES_ALONE": (3, None)},
     "320 MiB of dG": {"BUDGET": 320 << 20},
     "1 GiB of dG": {"BUDGET": 1 << 30},
     "wide": {"WIDTHS": (64, 128)},
 }
 TRIED = [
-    ("shaw", "whole", (8192, 2048)),
-    ("shaw", "3 stages beside", (8192, 2048)),
-    ("shaw", "2 keys' stages", (8192,)),
-    ("shaw", "split", (512,)),
-    ("deberta", "whole", (8192,)),
-    ("deberta", "split", (2048,)),
+    ("shaw", "3 queries' stages", (4096, 2048)),
     ("txl", "1 GiB of dG", (8192, 2048)),
 ]
-"""Variants of the backward beside the committed one, and the lengths at which they are another one.
-
-`whole`: saturated keys in the pass over the band's; `2 keys' stages`: whole, and three stages over queries.
-"""
+"""Variants of the backward beside the committed one, and the lengths at which they are another one."""
 
 
 def plan(N: int, d: int) -> list:
@@ -62,8 +51,7 @@ def plan(N: int, d: int) -> list:
     return jobs + [(case, True, variant) for case, variant, lengths in TRIED if N in lengths and d == 64]
 
 
-PROFILED = [(case, *how) for case in ("shaw", "deberta") for how in ((False, "as committed"), (True, "as committed"),
-                                                                     (True, "whole"))]  # fmt: skip
+PROFILED = [(case, new, "as committed") for case in CASES for new in (False, True)]
 
 
 def label_of(case: str, new: bool, variant: str, d: int) -> str:
@@ -181,8 +169,8 @@ def run_times(record, cells, until: float) -> int:
     return wrong
 
 
-def run_profile(record, N: int = 8192) -> None:
-    """Microseconds of each kernel of the backward, with the saturated keys' own kernel and without."""
+def run_profile(record, N: int) -> None:
+    """Microseconds of each kernel of the backward."""
     from relative_tiles import kernel_times
 
     for case, new, variant in PROFILED:
@@ -216,7 +204,7 @@ def main():
     jobs = [("linear", "time", N, d, *one) for N, d in sorted(cells, reverse=True) for one in plan(N, d)]
     jobs += [("linear", "check", *one) for one in wanted]
     if "profile" in only:
-        jobs += [("linear", "time", 8192, 64, *one) for one in PROFILED]
+        jobs += [("linear", "time", N, 64, *one) for N in (8192, 2048) for one in PROFILED]
     failed = precompile(jobs, arguments.compile_seconds)
     if arguments.only_compile:
         sys.exit(1 if failed else 0)
@@ -230,7 +218,8 @@ def main():
         result["gpu"] = torch.cuda.get_device_properties(0).name
         wrong += run_times(result["timings"], cells, start + arguments.seconds - 12.0)
         if "profile" in only:
-            run_profile(result["profile"])
+            for N in (8192, 2048):
+                run_profile(result["profile"], N)
         print(f"{sum(c['ok'] for c in result['checks'])} of {len(wanted)} checks within budget, "
               f"{time.time() - start:.0f} s", flush=True)  # fmt: skip
     finally:

@@ -47,22 +47,6 @@ WIDE = [
     ("deberta", "none", HALF, sizes(2304, d=128)),
     ("txl", "none", HALF, sizes(1100, d=128)),
 ]
-SPLIT = [
-    ("shaw", "none", HALF, sizes(2200)),
-    ("shaw", "none", BRAIN, sizes(1100)),
-    *(
-        ("wav2vec2_bert", mask, HALF, sizes(1100))
-        for mask in ("none", "causal", "window", "lengths", "packed", "holes")
-    ),
-    ("wav2vec2_bert", "none", HALF, sizes(1100, Hk=2)),
-    ("wav2vec2_bert", "none", HALF, sizes(700, 1500)),
-    ("wav2vec2_bert", "causal", BRAIN, sizes(1500, 700, offset=100)),
-    ("deberta", "none", HALF, sizes(2304)),
-    *(("deberta", mask, HALF, sizes(2304)) for mask in ("causal", "lengths", "packed")),
-    ("deberta", "none", BRAIN, sizes(2100, Hk=2)),
-    ("deberta", "none", HALF, sizes(2300, 700, offset=100)),
-]
-"""With a kernel for saturated keys, also where they are fewer than it is worth."""
 TXL = [
     ("txl", "none", HALF, sizes(1024)),
     ("txl", "none", HALF, sizes(2100)),
@@ -84,7 +68,6 @@ PASSES = {"attend_band", "key_pass", "query_pass", "collect_tiles"}
 FORCED = {
     "": {},
     "shares": {},
-    "split": {"SPLIT_FROM": 0},
 }
 """Variants of a check; `shares`: a budget of 40 row blocks."""
 OTHERS = {"attend", "attend_linear", "grad_key", "grad_query", "project"}
@@ -95,7 +78,7 @@ def registers(on: bool, **variant):
     """Inside, calls take the kernels of this script (or never do), with a variant of their constants."""
     from tilewise.triton import band, config, linear_backward
 
-    changes = {(config, "SKEW_IN_REGISTERS"): on}
+    changes = {(config, "SKEW_IN_REGISTERS"): on, (linear_backward, "PORTABLE_FROM"): None}
     for name, value in variant.items():
         changes[linear_backward if hasattr(linear_backward, name) else band, name] = value
     before = {(module, name): getattr(module, name) for module, name in changes}
@@ -169,7 +152,7 @@ def check(job, device, backward: bool, forced: str = ""):
             results = [new(), new()]
             for o, lse in results:
                 triton.forward(call, o, lse)
-    expected = PASSES | ({"side_pass"} if forced == "split" else set()) if backward else {"attend_band"}
+    expected = PASSES if backward else {"attend_band"}
     assert expected <= names, f"not all of these kernels ran: {sorted(names)}"
     assert not names & OTHERS, f"other kernels ran: {sorted(names)}"
     for one, two in zip(*results, strict=True):
@@ -194,7 +177,6 @@ def checks(groups) -> list:
     """(job, backward, what is forced) of every check of these groups."""
     deberta = next(job for job in BANDED if job[0] == "deberta")
     found = {
-        "split": [(job, True, "split") for job in SPLIT],
         "banded": [*((job, True, "") for job in BANDED), (deberta, True, "shares")],
         "wide": [(job, True, "") for job in WIDE],
         "txl": [*((job, True, "") for job in TXL), (TXL[1], True, "shares")],

@@ -27,7 +27,7 @@ CALLS = tuple(f"{case}:{N}:{p}" for N in (8192, 512) for case in ("t5", "shaw", 
               for p in ("forward", "backward"))  # fmt: skip
 
 
-HOPPER = ("attend_band", "key_pass", "query_pass", "side_pass", "band_ranges", "collect_tiles", "sum_rows", "spread")
+HOPPER = ("attend_band", "attend_overlapped", "key_pass", "query_pass", "collect_tiles", "sum_rows", "spread")
 MARK = "spin_kernel"
 """The kernel of torch.cuda._sleep, which stands between two calls."""
 
@@ -78,7 +78,10 @@ def _window(a: dict, itemsize: int) -> float:
 
 
 def _hopper(kernel: str, a: dict, programs: int, windows: dict[int, float]) -> tuple[float, float]:
-    """:func:`fewest` of the kernels that skew in registers; `programs` of them make a launch of a pass."""
+    """:func:`fewest` of Hopper's own kernels; `programs` of them make a launch of a pass."""
+    if kernel == "attend_overlapped":
+        slab = _size(a["slab"]) if a["TERM"] else 0.0
+        return sum(_size(a[n].base) for n in ("q", "k", "v")) + slab, _size(a["o"].base) + _size(a["lse"])
     if kernel == "attend_band":
         left = 0.0 if a["w"].base is a["q"].base else _size(a["w"].base)
         shifted = _size(a["x"].base) if a["SHIFTED"] else 0.0
@@ -104,12 +107,6 @@ def _hopper(kernel: str, a: dict, programs: int, windows: dict[int, float]) -> t
         # Of the biases' gradients, a sum each for every program.
         written += programs * 2 * a["D"] * 4 if kernel == "query_pass" and a["BIASED"] else 0.0
         return read + tables + _size(a["stats"], share), written + sum(windows[_key(x)] for x in buffers)
-    if kernel == "side_pass":
-        # Of the gradients dQ alone, which is read and written.
-        read = sum(_size(a[n].base) for n in ("q", "k", "v", "g", "dq", *(["x"] if a["SHIFTED"] else [])))
-        return read + _size(a["stats"]), _size(a["dq"].base) + _size(a["parts"])
-    if kernel == "band_ranges":
-        return _size(a["ranges"]) if a["RANGED"] else 0.0, _size(a["out"])
     if kernel == "collect_tiles":
         return windows.get(_key(a["dg"]), 0.0), _size(a["out"])
     # sum_rows and spread: partial sums of every offset, in fp32.
@@ -130,10 +127,6 @@ def fewest(kernel: str, a: dict, windows: dict[int, float], programs: int) -> tu
     rows = lambda *names: sum(_size(a[n].base if hasattr(a[n], "base") else a[n], share) for n in names)  # noqa: E731
     if kernel == "toeplitz":
         return 0.0, _size(a["slab"])
-    if kernel == "dots":
-        return _size(a["x"]), _size(a["out"])
-    if kernel == "add_parts":
-        return _size(a["parts"]), _size(a["grad"])
     if kernel == "expand":
         return _size(a["table"]), _size(a["out"])
     if kernel == "prepare":

@@ -1,4 +1,4 @@
-"""Compiles the kernels with overlapped exponentials for sm_90, without a GPU: prints one JSON line a kernel.
+"""Compiles the forward with overlapped exponentials for sm_90, without a GPU: prints one JSON line a call.
 
 Each has its shared memory, registers and stack, places where the order of its PTX does not protect shared memory, and
 what the machine code says of its products: how many waits it has (a product that runs alone is followed by its own),
@@ -11,6 +11,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -21,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 from relative_cases import timed_call
 
 from tilewise import triton as kernels
-from tilewise.triton import config, plan
+from tilewise.triton import plan
 from tilewise.triton.config import Limits
 from tilewise.triton.launch import launcher
 
@@ -64,10 +65,9 @@ def touched(code: list[str]) -> list[str]:
 def main():
     compile_for(90)
     plan.limits_of = lambda device: Limits(232448, True, True)
-    config.OVERLAPPED = config.OVERLAPPED_BACKWARD = True
 
-    def warm(kernel, grid, *args, **meta):
-        if not kernel.__name__.endswith("_overlapped"):
+    def warm(name, kernel, grid, *args, **meta):
+        if kernel.__name__ != "attend_overlapped":
             return
         made = kernel.warmup(*args, grid=grid, **meta)
         with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -79,21 +79,18 @@ def main():
         # Those of the loop come last but one: all products have ended before it and behind it.
         ends = [n for n in waits if code[n].endswith("0x0")]
         stretch = code[next(n for n in waits if n > ends[-3]) : ends[-2]]
-        line = {"case": name, "kernel": kernel.__name__, "shared": made.metadata.shared,
+        line = {"case": name, "shared": made.metadata.shared,
                 "unordered": unordered(made.asm["ptx"]), "waits": len(waits), "touched": touched(code),
                 "exponentials": sum("MUFU.EX2" in line for line in stretch),
                 **resources(made.asm["cubin"])}  # fmt: skip
         print(json.dumps(line), flush=True)
 
-    launcher.append(warm)
-    widths = {"t5": 64, "wide": 128}
-    for name in widths:
-        call, do = timed_call("t5", 2048, "meta", d=widths[name])
+    calls = {"t5": ("t5", 64), "none": ("none", 64), "t5 wide": ("t5", 128), "none wide": ("none", 128)}
+    for name, (case, width) in calls.items():
+        call, _ = timed_call(case, 2048, "meta", d=width)
+        launcher.append(partial(warm, name))
         o, lse = torch.empty_like(call.q), torch.empty(call.q.shape[:3], device="meta")
         kernels.forward(call, o, lse)
-        if name == "t5":
-            leaves = [call.q, call.k, call.v, *call.tensors]
-            kernels.backward(call, do, None, o, lse, [True] * len(leaves), [torch.empty_like(x) for x in leaves])
 
 
 if __name__ == "__main__":

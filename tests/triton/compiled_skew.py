@@ -67,15 +67,7 @@ def main():
     config.SKEW_IN_REGISTERS = True
 
     def warm(kernel, grid, *args, **meta):
-        if kernel.__name__ not in (
-            "attend_band",
-            "query_pass",
-            "key_pass",
-            "side_pass",
-            "collect_tiles",
-            "spread",
-            "sum_rows",
-        ):
+        if kernel.__name__ not in ("attend_band", "query_pass", "key_pass", "collect_tiles", "spread", "sum_rows"):
             return
         made = kernel.warmup(*args, grid=grid, **meta)
         ptx = made.asm["ptx"]

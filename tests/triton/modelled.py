@@ -26,7 +26,7 @@ from tilewise import Mask, rows  # noqa: E402
 from tilewise.call import Call  # noqa: E402
 from tilewise.terms import Port  # noqa: E402
 from tilewise.testing import error_budget  # noqa: E402
-from tilewise.triton import band, band_keys, band_queries, linear_backward, plan, sides  # noqa: E402
+from tilewise.triton import band, band_keys, band_queries, linear_backward, plan  # noqa: E402
 from tilewise.triton.config import Limits  # noqa: E402
 from tilewise.triton.launch import launcher  # noqa: E402
 
@@ -136,17 +136,6 @@ GRADIENTS = {
     "both-gradients-bf16": lambda: call_of(["query", "key"], NEAR, 200, dtype=BRAIN),
     "both-gradients-short": lambda: call_of(["query", "key"], BUCKETS, 70, B=2),
     "both-gradients-shares": lambda: call_of(["query", "key"], NEAR, 200, B=2),
-    "split": lambda: call_of(["query"], rows.clipped(-70, 20), 400),
-    "split-causal": lambda: call_of(["query"], NEAR, 260, mask=Mask.causal()),
-    "split-window": lambda: call_of(["query"], NEAR, 330, mask=Mask.window(200, 150)),
-    "split-lengths": lambda: call_of(["query"], NEAR, 260, B=2, mask=LENGTHS()),
-    "split-heads": lambda: call_of(["query"], NEAR, 140, H=4, Hk=2),
-    "split-cross": lambda: call_of(["query"], NEAR, 70, 300),
-    "split-long-queries": lambda: call_of(["query"], NEAR, 330, 70),
-    "split-bf16": lambda: call_of(["query"], NEAR, 200, dtype=BRAIN),
-    "split-both": lambda: call_of(["query", "key"], NEAR, 330, B=2),
-    "split-both-lengths": lambda: call_of(["query", "key"], NEAR, 200, B=2, mask=LENGTHS()),
-    "split-none": lambda: call_of(["query"], rows.windowed(-3, 2), 200),
 }
 
 
@@ -193,14 +182,6 @@ BROKEN = {
     "slots": ("both-gradients", band_keys.key_pass, "cbars.index((e0 + t + 2) % 3)", "cbars.index((e0 + t) % 3)"),
     "open": ("query-gradients-lengths", band_queries._saturated, "j + _T > fhi", "j > fhi"),
     "closed": ("gradients-window", band_keys.key_pass, "i_now < flo", "i_now < flo - _T"),
-    "beside": ("split", sides.side_pass, "u + band", "u"),
-    "added": ("split", sides.side_pass, "acc * tau + gs.load(o_mma).to(gl.float32)", "acc * tau"),
-    "side": ("split", sides.side_pass, "end_a if side == 0 else end_b", "end_b if side == 0 else end_a"),
-    "sigma": ("split", sides.side_pass, "sums += gl.sum(ds, 1)", "sums = gl.sum(ds, 1)"),
-    "freed": ("split", sides.side_pass, "later = u + STAGES - 1", "later = u + STAGES"),
-    "queries": ("split-both", sides.side_pass, "[side * B + b, h, i0, 0]", "[b, h, i0, 0]"),
-    "grown": ("split-both", sides.side_pass, "done = total", "done = done"),
-    "whole": ("split-window", sides.side_pass, "j + _T > fhi", "j > fhi"),
     "content": ("biased-gradients", band_keys.key_pass, "s + at_keys[:, None]", "s"),
     "position": ("biased-gradients", band_keys.key_pass, ".load(fragment) + position[None, :]", ".load(fragment)"),
     "columns": ("biased-gradients", band_keys.key_pass, "sigma += gl.sum(ds, 1)", "sigma = gl.sum(ds, 1)"),
@@ -265,8 +246,6 @@ def missed(name: str) -> list[str]:
     budgets = [error_budget("o", o, low_o, exact_o),
                error_budget("lse", flat(lse).to(to), flat(low_lse).to(to), flat(exact_lse))]  # fmt: skip
     if name in GRADIENTS:
-        # Also where it is not worth a kernel of its own.
-        linear_backward.SPLIT_FROM = 0 if name.startswith("split") else None
         if name.endswith("-shares"):
             # Three row blocks at a time, of four a sequence.
             linear_backward.BUDGET = 3 * 64 * 64 * (4 if name.startswith("both") else 5) * 2

@@ -1,16 +1,22 @@
-"""The kernels with overlapped exponentials: run from its own source against the fp64 oracle, and compiled for sm_90."""
+"""The forward with overlapped exponentials: run from its own source against the fp64 oracle, and compiled for sm_90."""
+
+import sys
+from pathlib import Path
 
 import pytest
+from planned import passes
 from test_skew_kernels import lines
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+from relative_cases import timed_call
 
 pytest.importorskip("tilewise.triton.overlapped")
 
 JOBS = [
-    "none-odd", "none-short", "t5-odd", "t5-causal", "t5-lengths", "t5-cross", "t5-offset", "t5-bf16", "windowed",
-    "wide-lengths", "gradients", "gradients-odd", "gradients-heads", "gradients-window", "gradients-wide-heads",
-    "gradients-lengths", "gradients-padding", "gradients-bf16",
+    "none-odd", "none-short", "t5-odd", "t5-causal", "t5-lengths", "t5-padding", "t5-cross", "t5-offset", "t5-bf16",
+    "windowed", "wide-lengths",
 ]  # fmt: skip
-BROKEN = ["wait", "band", "ranges", "open", "query-slot", "query-sums", "query-stretch", "key-slot", "key-open"]
+BROKEN = ["wait", "sides", "band", "ranges", "open"]
 
 
 def test_within_the_error_budget():
@@ -26,24 +32,32 @@ def test_a_mistake_shows():
 
 
 def test_compiled_for_hopper():
-    found = {(line["case"], line["kernel"]): line for line in lines("compiled_overlapped.py")}
-    assert list(found) == [
-        ("t5", "attend_overlapped"), ("t5", "key_overlapped"), ("t5", "query_overlapped"),
-        ("wide", "attend_overlapped"),
-    ]  # fmt: skip
-    for (_, kernel), line in found.items():
-        forward = kernel == "attend_overlapped"
+    found = {line["case"]: line for line in lines("compiled_overlapped.py")}
+    assert list(found) == ["t5", "none", "t5 wide", "none wide"]
+    for name, line in found.items():
         assert line["unordered"] == line["touched"] == []
-        # A few bytes of spills outside of the loop cost nothing.
-        assert line["stack"] <= 32
-        # Forward: the first scores, two in the loop, the last product. Backward: two products more wait in each.
-        assert line["waits"] == (4 if forward else 6)
-        # Those of a tile's 64 or 32 entries a thread.
-        assert line["exponentials"] >= (64 if forward else 32)
-    for kernel, programs in (("attend_overlapped", 3), ("query_overlapped", 3), ("key_overlapped", 2)):
-        line = found["t5", kernel]
+        assert line["stack"] == 0
+        # The first scores, two in the loop, the last product.
+        assert line["waits"] == 4
+        # Those of a tile's entries of a thread.
+        assert line["exponentials"] >= (32 if "wide" in name else 64)
+        programs = 2 if "wide" in name else 3
         assert programs * (line["shared"] + 1024) <= 233472
         assert programs * 128 * line["registers"] <= 65536
+
+
+@pytest.mark.parametrize(
+    ("case", "N", "d", "kernel"),
+    [("t5", 1024, 64, "attend_overlapped"), ("t5", 512, 64, "attend"), ("none", 128, 64, "attend_overlapped"),
+     ("t5", 2048, 128, "attend_overlapped"), ("none", 512, 80, "attend"), ("shaw", 2048, 64, "attend_band")],
+)  # fmt: skip
+def test_calls_that_take_it(case, N, d, kernel):
+    def forward(**options):
+        started = passes(timed_call(case, N, "meta", H=2, d=d, **options)[0])["forward"][1]
+        return [name for name, _, _ in started]
+
+    assert kernel in forward()
+    assert "attend" in forward(skew="memory")
 
 
 def test_what_touches_a_running_product():

@@ -85,10 +85,11 @@ def test_the_fewest_bytes_of_the_hopper_kernels():
     assert total("query_pass", "fewest_written") == pytest.approx(2 * 12 * 8192 * 8256 * 2 / MiB + 2 * q, rel=0.02)
     assert total("collect_tiles", "fewest_read") == pytest.approx(2 * 12 * 8192 * 8256 * 2 / MiB, rel=0.01)
     assert total("query_pass", "fewest_read") >= 5 * q
-    rows = traffic.planned(*timed_call("shaw", 8192, "meta"), "backward")
-    # q, k, v, dO and dQ, and four statistics a query.
-    assert total("side_pass", "fewest_read") == pytest.approx(5 * q + 3)
-    assert total("side_pass", "fewest_written") == pytest.approx(q, rel=0.1)
+    forward = {r["kernel"]: r for r in traffic.planned(*timed_call("t5", 8192, "meta"), "forward")}
+    slab = forward["toeplitz"]["fewest_written"]
+    assert slab > 0
+    assert forward["attend_overlapped"]["fewest_read"] == pytest.approx(3 * q * MiB + slab)
+    assert forward["attend_overlapped"]["fewest_written"] / MiB == pytest.approx(q + 0.75)
 
 
 def test_marks_stand_between_the_calls():

@@ -19,12 +19,9 @@ SKEW_IN_REGISTERS = True
 """Whether calls that leave the skew to the kernels take the Hopper kernels that do it in registers (:mod:`.band`,
 :mod:`.linear_backward`)."""
 
-OVERLAPPED = False
+OVERLAPPED = True
 """Whether scores with at most a number an offset take the Hopper forward that forms exponentials beside the products
-(:mod:`.overlapped`); off until it has been timed."""
-
-OVERLAPPED_BACKWARD = False
-"""Likewise of the backward (:mod:`.overlapped_backward`)."""
+(:mod:`.overlapped`)."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +54,7 @@ class Limits:
 
 MEASURED: Table = {
     ("forward", "plain"): ((0, (64, 64, 4, 3, 2)), (2048, (64, 128, 4, 3, 2))),
-    ("forward", "scalar"): ((0, (64, 64, 4, 3, 2)), (4096, (64, 128, 4, 3, 2))),
+    ("forward", "scalar"): ((0, (64, 64, 4, 2, 2)), (4096, (64, 128, 4, 2, 1))),
     ("forward", "query"): ((0, (64, 64, 4, 3, 2)),),
     ("forward", "key"): ((0, (128, 64, 4, 3, 2)),),
     ("forward", "identity"): ((0, (64, 64, 4, 3, 3)),),

@@ -32,11 +32,6 @@ def backward(
     if not any(need):
         return
     layout = Layout(call, kept)
-    if config.OVERLAPPED_BACKWARD and layout.limits.hopper and call.options.skew == "auto":
-        from . import overlapped_backward
-
-        if not overlapped_backward.unsuited(layout, do):
-            return overlapped_backward.backward(layout, do, dlse, o, lse, need, grads)
     if config.SKEW_IN_REGISTERS and kept is None and call.options.skew != "memory":
         if layout.limits.hopper:
             from . import linear_backward
@@ -209,7 +204,7 @@ class _Backward:
             self.ktables, self.vtables, functions, terms,
         )  # fmt: skip
         scalar = all(p.kind == "scalar" for p in L.ports)
-        if scalar and self.table and L.bytes == 4 and L.precision == "ieee":
+        if scalar and self.table and L.bytes == 4:
             dlse = None if self.dlse is None else spaced(self.dlse)
             cancel(L, *L.factors, self.g, self.stats, dlse, self.tiles_q, made, self.tma)
 

@@ -22,9 +22,7 @@ from .band_tables import Diagonals
 from .biases import add_up, rows_of_heads
 from .hopper import dtype_of, expanded, misfits, rows_layout, tiles_of, unfitting
 from .launch import cdiv, launch
-from .masks import BLOCK
 from .plan import Facts, Layout, Source
-from .sides import band_ranges, side_pass
 from .skew import TILE
 from .terms import Skewed, skewed_band, skewed_edge
 
@@ -42,17 +40,9 @@ as the compiler likes). With both terms, or with a left factor of its own, two p
 fit an SM. Three stages took 3.38 ms for 3.16 at 8,192 tokens (Shaw). Below the registers that a pass needs, ptxas runs
 all its products one after the other: 3.92 ms with (2, 168) over keys."""
 
-SPLIT_FROM: int | None = 16
-"""Saturated tiles a block of queries from which these have a kernel of their own (:mod:`.sides`); None: never. A tile
-there should cost two thirds, and the second kernel about ten tiles."""
-
-SIDES: tuple[int, int | None] = (2, None)
-"""That kernel's stages and registers: it takes 138, so three programs fit an SM. With 128, four would, and ptxas runs
-all products one after the other."""
-
-PORTABLE_FROM: int | None = None
+PORTABLE_FROM: int | None = 70
 """Saturated tiles a block of queries from which calls that project q alone take the portable kernels; None: never. A
-call that forces ``skew`` is not asked."""
+call that forces ``skew`` is not asked. Shaw took 0.953 ms for 1.085 with 29 such tiles, 3.192 for 3.014 with 125."""
 
 BANDED = True
 """Whether the passes take other maps than the identity, and an OnKey beside the OnQuery."""
@@ -135,7 +125,6 @@ class _Backward:
         q = tiles_of(L.q)
         left = q if self.own else tiles_of(L.lefts[self.query])
         self.tensors = q, left, tiles_of(x), tiles_of(L.k), tiles_of(L.v), a, c_rows, tiles_of(g)
-        self.split = SPLIT_FROM is not None and L.sides and saturated_tiles(L) >= SPLIT_FROM
         self.square = gl.NVMMASharedLayout.get_default_for([TILE, TILE], dtype_of(L.dtype))
         self.memory = None
 
@@ -185,10 +174,10 @@ class _Backward:
             **({"maxnreg": registers} if registers else {}),
         )  # fmt: skip
 
-    def _sizes(self, base: int, batch: int):
+    def _sizes(self, base: int):
         L = self.L
         return (self.heads_a, self.heads_c, L.Tq, L.Tk, self.stats.shape[2], L.call.offset, L.lo, L.hi, self.origin_a,
-                self.origin_c, base, *self.steps, L.mask.left, L.mask.right, batch)  # fmt: skip
+                self.origin_c, base, *self.steps, L.mask.left, L.mask.right, L.mask.batch)  # fmt: skip
 
     def _shares(self, total: int, columns: int, group: int) -> int:
         """Row blocks of one launch: as many as fit, in even shares of whole waves."""
@@ -222,8 +211,7 @@ class _Backward:
             launch(
                 key_pass, (f1 - f0,), *self.tensors, tiles_of(Source(dk)), tiles_of(Source(dv)), described,
                 *self.rows, self.stats, L.mask.rule, L.mask.keys, L.c, L.call.scale, f0, L.B, L.H, L.Hk, L.G,
-                *self._sizes(base, L.mask.batch),
-                SHARED=L.G > 1, **self._meta(KEYS_ALONE),
+                *self._sizes(base), SHARED=L.G > 1, **self._meta(KEYS_ALONE),
             )  # fmt: skip
             if diagonals is not None and self.key in self.table:
                 diagonals.add(dh, self.sums_c, f0, f1)
@@ -248,23 +236,17 @@ class _Backward:
             parts = torch.empty(L.H, L.B * blocks, width, 2, L.d, dtype=torch.float32, device=L.device)
         elif self.biased:
             parts = torch.empty(L.H, L.B * blocks, 2, L.d, dtype=torch.float32, device=L.device)
-        ranges, batch, meta = L.mask.queries, L.mask.batch, self._meta(QUERIES_ALONE)
-        if self.split:
-            ranges, batch = self._bands(blocks)
-            meta["RANGED"] = True
-        sizes = self._sizes(diagonals.base, batch)
+        sizes = self._sizes(diagonals.base)
         ends = L.tables[n]
         for f0 in range(0, total, share):
             f1 = min(total, f0 + share)
             launch(
                 query_pass, (f1 - f0,), *self.tensors, tiles_of(Source(dq)), tiles_of(Source(dw)), described, ends,
-                parts, *self.rows, self.stats, L.mask.rule, ranges, L.c, L.call.scale, f0, L.B, L.H, L.G, *sizes[:10],
-                *L.ends[n], L.head_stride(n), ends.stride(1), *sizes[10:], **meta,
+                parts, *self.rows, self.stats, L.mask.rule, L.mask.queries, L.c, L.call.scale, f0, L.B, L.H, L.G,
+                *sizes[:10], *L.ends[n], L.head_stride(n), ends.stride(1), *sizes[10:], **self._meta(QUERIES_ALONE),
             )  # fmt: skip
             if n in self.table:
                 diagonals.add(dg, sums, f0, f1)
-        if self.split:
-            self._sides(total, dq, parts)
         for which, grad in self.biases.items():
             add_up(parts[:, :, which], grad, L.call.scale)
         for written, grad in ((dq, to_q), (dw, to_w)):
@@ -273,29 +255,3 @@ class _Backward:
         if n in self.table:
             diagonals.finish(sums, parts[:, :, 0] if L.sides else None, self.table[n])
         return parts if L.sides else None
-
-    def _bands(self, blocks: int) -> tuple[Tensor, int]:
-        """The bands' ranges of keys for blocks of queries, and how far apart those of two sequences are."""
-        L = self.L
-        batches = L.mask.queries.shape[0] if L.mask.ranged else 1
-        ranges = torch.empty(batches, blocks, 4, dtype=torch.int32, device=L.device)
-        launch(
-            band_ranges, (cdiv(blocks, 128), batches), L.mask.queries, ranges, blocks, L.mask.batch, L.Tk,
-            L.call.offset, L.lo, L.hi, T=BLOCK, N=128, RANGED=L.mask.ranged, num_warps=4,
-        )  # fmt: skip
-        return ranges, 0 if batches == 1 else ranges.stride(0)
-
-    def _sides(self, total: int, dq: Tensor, parts: Tensor) -> None:
-        """Add to dQ what saturated keys give, and write `parts` anew: those of the band have none."""
-        L, n = self.L, self.query
-        q, _, x, k, v, _, _, g = self.tensors
-        ends, (stages, registers) = L.tables[n], SIDES
-        meta = self._meta((stages, registers))
-        kept = ("D", "DTYPE", "KEY", "SHIFTED", "RANGED", "MASKED", "ROWS", "num_warps")
-        launch(
-            side_pass, (total,), q, x, k, v, g, tiles_of(Source(dq)), ends, parts, self.stats, L.mask.rule,
-            L.mask.queries, L.c, L.call.scale, L.B, L.H, L.G, self.heads_a, L.Tq, L.Tk, self.stats.shape[2],
-            L.call.offset, L.lo, L.hi, *L.ends[n], L.head_stride(n), ends.stride(1), L.mask.left, L.mask.right,
-            L.mask.batch, STAGES=stages, **{name: meta[name] for name in kept},
-            **({"maxnreg": registers} if registers else {}),
-        )  # fmt: skip
