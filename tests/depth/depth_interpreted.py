@@ -109,6 +109,21 @@ def test_phase2(dtype, first, norm):
     check(lambda f, x, kw: f.phase2_first(x[0], x[1], **kw), [o1[0], o])
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("first", "norm"), [(False, True), (True, False)])
+def test_merges_whose_rows_are_two_tiles(dtype, first, norm):
+    """d = 648 is 512 columns and 136 of a second tile of 256 in the backward."""
+    assert config.row_tiles(648) == (512, 256, 4)
+    v, w, g, o, u, p = make(2, 1, 3, 648, dtype)
+    o1, lse = R.phase1(v, w)
+
+    def call(f, x, kw):
+        return f.phase2(*x[:7], output_eps=1e-3, **kw)
+
+    check(call, [u, None if first else p, o1[0], lse[0], w[0], g[0], o if norm else None])
+    check(lambda f, x, kw: f.phase2_first(x[0], x[1], **kw), [o1[0], o if norm else None])
+
+
 @pytest.mark.parametrize("first", [False, True])
 def test_merges_in_another_order_of_rows(first, monkeypatch):
     v, w, g, o, u, p = make(2, 1, 5, 24, torch.float16)

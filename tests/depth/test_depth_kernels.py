@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tilewise.depth.triton import config
+
 HERE = Path(__file__).parent
 
 
@@ -28,7 +30,7 @@ def test_kernels_under_the_interpreter(file):
 
 @pytest.mark.parametrize(
     ("dtype", "d", "T", "n", "S"),
-    [("bfloat16", 2048, 8192, 8, 8), ("float16", 7168, 128, 3, 16)],
+    [("bfloat16", 2304, 8192, 8, 8), ("float16", 7168, 128, 3, 16)],
 )
 def test_kernels_compile_for_hopper(dtype, d, T, n, S):
     """No wgmma (see `triton.phase1`), 16-byte or asynchronous loads, shared memory within a block's 227 KiB."""
@@ -51,6 +53,31 @@ def test_kernels_compile_for_hopper(dtype, d, T, n, S):
         assert row["shared"] <= 227 << 10, row
         if row["kernel"] not in ("table_kernel", "finish_kernel", "weights_kernel"):
             assert row["wide_loads"], row
+        # Two programs of 128 threads an SM.
+        if T > 1024 and row["kernel"] == "merge_bwd_kernel":
+            assert (row["num_warps"], row["local"], row["stack"]) == (4, 0, 0), row
+            assert row["registers"] * 128 * 2 <= 65536, row
+
+
+def test_a_row_of_the_backward_takes_two_tiles_where_one_would_be_mostly_padding():
+    tiles = {d: config.row_tiles(d) for d in (64, 256, 2048, 2304, 4096, 5120, 7168, 16384)}
+    assert tiles == {
+        64: (256, 0, 4), 256: (256, 0, 4), 2048: (2048, 0, 4), 2304: (2048, 256, 4), 4096: (4096, 0, 8),
+        5120: (4096, 1024, 16), 7168: (8192, 0, 16), 16384: (16384, 0, 16),
+    }  # fmt: skip
+    for d in range(8, 16385, 8):
+        block, tail, warps = config.row_tiles(d)
+        assert block + tail >= d, (block, tail)
+        assert not tail or tail >= 64 * warps, (d, tail, warps)
+
+
+@pytest.mark.parametrize("d", [2048, 2304, 5120, 7168])
+@pytest.mark.parametrize("n", [1, 8, 9])
+def test_programs_of_source_gradients_are_two_waves(d, n):
+    tile = config.dv_tiles(8192, d, n, 8, 2)
+    columns = -(-d // tile["BD"]) * -(-n // tile["BN"])
+    grid = columns * tile["programs"]
+    assert grid <= 4 * config.SMS < grid + columns
 
 
 def test_importing_the_package_does_not_import_triton():

@@ -19,6 +19,7 @@ __all__ = [
     "mix_few",
     "one_reduction",
     "read",
+    "row_tiles",
     "score_tiles",
     "sources_warps",
 ]
@@ -92,16 +93,33 @@ def mix(T: int, d: int, n: int) -> dict:
     return tile if few(T) or n <= 4 or block != 8192 else {**tile, "AHEAD": 1, "maxnreg": 128}
 
 
+def row_tiles(d: int) -> tuple[int, int, int]:
+    """(BD, TAIL, warps): columns of a row in one tile, or in two if those are at most five sixths of the padded one.
+
+    A thread holds up to 18 elements of each of eight vectors: at 20 of them, 128 threads take more registers than half
+    an SM has. The second tile has at least 4 bytes a thread, the least that is copied asynchronously.
+    """
+    block = row_block(d)
+    half, wide = block // 2, block
+    tail = max(next_power_of_2(d - half), 256) if d > half else 0
+    if tail and 6 * (half + tail) <= 5 * block:
+        wide = half + tail
+    warps = 4
+    while warps < 16 and wide > 32 * warps * 18:
+        warps *= 2
+    return (block, 0, warps) if wide == block else (half, max(tail, 64 * warps), warps)
+
+
 def merge_bwd(T: int, d: int, size: int) -> dict:
-    """programs, num_warps, STAGES. Two persistent programs an SM: one loads while the other reduces.
+    """programs, num_warps, STAGES, BD, TAIL. Two persistent programs an SM: one loads while the other reduces.
 
     Each stage but the first keeps a row of four tensors in shared memory.
     """
-    block = row_block(d)
-    warps = min(max(block // 512, 4), 16)
-    stage = 4 * block * size
+    block_d, tail, warps = row_tiles(d)
+    stage = 4 * (block_d + tail) * size
     stages = 3 if 2 * stage <= 72 << 10 else 2 if stage <= 136 << 10 else 1
-    return {"programs": min(T, SMS * (2 if warps < 16 else 1)), "num_warps": warps, "STAGES": stages}
+    return {"programs": min(T, SMS * (2 if warps < 16 else 1)), "num_warps": warps, "STAGES": stages, "BD": block_d,
+            "TAIL": tail}  # fmt: skip
 
 
 def mix_few(T: int, d: int, n: int) -> dict | None:
@@ -200,6 +218,7 @@ def dv_tiles(T: int, d: int, n: int, S: int, size: int) -> dict:
     tiles = inner_tiles(n, S, size)
     block_d = 128 if size == 2 else 32
     columns = cdiv(d, block_d) * cdiv(n, tiles["BN"])
-    programs = max(1, min(cdiv(T, tiles["BT"]), cdiv(4 * SMS, columns)))
+    # Two waves of two programs an SM and not one program more, which would be a third wave.
+    programs = max(1, min(cdiv(T, tiles["BT"]), 4 * SMS // columns))
     del tiles["BK"]
     return {**tiles, "BQ": max(tiles["BS"], 16), "BD": block_d, "programs": programs, "STAGES": 3}

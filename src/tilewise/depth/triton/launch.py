@@ -285,7 +285,7 @@ def _merge_bwd_tile(T: int, d: int, size: int) -> tuple[int, dict]:
 @lru_cache(4096)
 def _merge_bwd_plan(T, d, size, prefix, dp, norm, zeros, eps, output_eps) -> Prepared:
     programs, tile = _merge_bwd_tile(T, d, size)
-    how = {"PREFIX": prefix, "DP": dp, "NORM": norm, "ZEROS": zeros, "D": d, "BD": config.row_block(d)}
+    how = {"PREFIX": prefix, "DP": dp, "NORM": norm, "ZEROS": zeros, "D": d}
     return Prepared(merge_bwd_kernel, (programs,), (T, eps, output_eps), {**how, **tile})
 
 
