@@ -67,7 +67,7 @@ part() {
 limit_of() {
     case $1 in
     tests) echo 150 ;; checks) echo 90 ;; set) echo 170 ;; slow) echo 200 ;;
-    overhead) echo 120 ;; traffic) echo 150 ;; memcheck) echo 180 ;; train) echo 250 ;;
+    overhead) echo 150 ;; traffic) echo 150 ;; memcheck) echo 180 ;; train) echo 250 ;;
     *) return 1 ;;
     esac
 }

@@ -1,6 +1,6 @@
 """What Attention Residuals cost end to end: whole steps of a layer stack with real attention and MLP, random weights.
 
-    python benchmarks/depth_overhead.py [decode] [prefill] [training] --out DIR [--limit SECONDS]
+    python benchmarks/depth_overhead.py [decode] [prefill] [training] [wide] --out DIR [--limit SECONDS]
 
 Kimi K3's residual (d = 7,168, 93 decoder layers, blocks of 12, 9 sources) on layers scaled to fit one GPU: 64 query
 heads on 8 key heads of 128 and a SwiGLU of 18,432, the weights and key-value caches of 4 layers used in turn, so that
@@ -8,11 +8,18 @@ every layer still reads its weights from memory. Decode: 128 sequences at a cont
 graph. Prefill: one sequence of 32,768 tokens through a third of the layers, 31 in blocks of 4, because all 93 take 8 s:
 as many sources, whose reading is shared by 8 sublayers instead of 24, so that the overhead is an upper bound of the 93
 layers'. Training: 27 layers of d = 2,304 (the paper's 48B model's widths, blocks
-of 6 sublayers), 2 sequences of 4,096, forward and backward without optimizer, embedding or head, which would only hide
-the residual's share.
+of 6 sublayers), and wide, as autograd launches it: 20 layers of Kimi K3's widths with weights of their own, 8 blocks of
+5 sublayers; 2 sequences of 4,096, forward and backward without optimizer, embedding or head, which would only hide the
+residual's share.
 
-Both residuals take turns in every round: standard is the fused add + RMSNorm of the depth set. The kernels of all parts
-are compiled beforehand in a process each. Writes DIR/depth_overhead.json after each part.
+The residuals take turns in every round: standard is the fused add + RMSNorm of the depth set, block Attention
+Residuals, and in training block-saved the same with `save_o1`. The kernels of all parts are compiled beforehand in a
+process each. After the rounds of a training part one step of each is traced: milliseconds and launches by kernel.
+Writes DIR/depth_overhead.json after each part.
+
+Memory of wide: a layer is 0.53 G parameters, as many gradients, and 2.0 GB of activations at 8,192 tokens: 4.1 GB, 82
+for 20 layers; Block adds 0.9 GB of finished blocks, 2.1 GB of their fp32 gradients and 0.6 GB of a block's o1 (its
+prefixes take the place of the standard's h), and block-saved 4.1 GB of o1.
 """
 
 from __future__ import annotations
@@ -54,6 +61,8 @@ class Shape(NamedTuple):
 K3 = Shape(7168, 93, 64, 8, 128, 18432, 4, 24)
 THIRD = K3._replace(layers=31, block=8)
 PAPER = Shape(2304, 27, 18, 6, 128, 6144, 27, 6)
+WIDE = K3._replace(layers=20, own=20, block=5)
+TRAINED = {"training": PAPER, "wide": WIDE}
 TINY = Shape(64, 5, 4, 2, 16, 96, 2, 4)
 DTYPES = {"cuda": torch.bfloat16, "cpu": torch.float32}
 
@@ -189,12 +198,25 @@ def rounds(runs: dict[str, Callable[[], object]], count: int, until: float, devi
 
 def report(part: str, shape: Shape, samples: dict[str, list[float]], goal: float, **more) -> dict:
     ms = {name: median(x) for name, x in samples.items()}
-    paired = [b / a - 1 for a, b in zip(samples["standard"], samples["block"], strict=True)]
-    record = {"part": part, "shape": shape._asdict(), "ms": ms, "overhead": median(paired), "goal": goal,
-              "samples": samples, **more}  # fmt: skip
-    say(f"{part}: standard {ms['standard']:.3f} ms, block {ms['block']:.3f} ms, overhead {100 * median(paired):+.2f} % "
-        f"(goal {100 * goal:.0f} %)", more)  # fmt: skip
+    overheads = {
+        name: median(b / a - 1 for a, b in zip(samples["standard"], found, strict=True))
+        for name, found in samples.items()
+        if name != "standard"
+    }
+    record = {"part": part, "shape": shape._asdict(), "ms": ms, "overhead": overheads["block"], "overheads": overheads,
+              "goal": goal, "samples": samples, **more}  # fmt: skip
+    said = ", ".join(f"{name} {ms[name]:.3f} ms ({100 * x:+.2f} %)" for name, x in overheads.items())
+    say(f"{part}: standard {ms['standard']:.3f} ms, {said}, goal {100 * goal:.0f} %", more)
     return record
+
+
+def traced(run: Callable[[], object]) -> dict[str, tuple[float, int]]:
+    """Kernel ↦ (milliseconds, launches) of one run."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as trace:
+        run()
+        torch.cuda.synchronize()
+    found = [(e.key[:100], round(e.self_device_time_total / 1e3, 3), e.count) for e in trace.key_averages()]
+    return {name: (ms, count) for name, ms, count in sorted(found, key=lambda x: -x[1]) if ms}
 
 
 @torch.no_grad()
@@ -225,31 +247,54 @@ def inference(part: str, shape: Shape, batch: int, tokens: int, context: int, ar
     return report(part, shape, rounds(runs, args.rounds, args.limit, args.device), goal, **notes)
 
 
-def training(shape: Shape, batch: int, tokens: int, args) -> dict:
-    """Forward and backward, as autograd launches them and in a CUDA graph."""
+def training(part: str, shape: Shape, batch: int, tokens: int, args, graphs: bool = True) -> dict:
+    """Forward and backward, as autograd launches them and, if `graphs`, in a CUDA graph."""
     layers, residual, norms = build(shape, args.device)
     x = torch.randn(batch, tokens, shape.d, device=args.device).to(DTYPES[args.device]).requires_grad_()
     dy = torch.randn_like(x)
     weights = [w.clone().requires_grad_() for w in norms]
     forward = stack(layers, None, weights, shape.layers)
-    leaves = {"standard": [x, *weights, *layers.parameters()]}
-    leaves["block"] = [*leaves["standard"], *residual.parameters()]
-    makes = {"standard": lambda x, norms: PlainStream(x, norms), "block": residual}
-    runs = {name: lambda name=name: torch.autograd.grad(forward(makes[name], x), leaves[name], dy) for name in makes}
+    leaves = [x, *weights, *layers.parameters()]
+    parameters = list(residual.parameters())
+
+    def step(name: str) -> object:
+        if name == "standard":
+            return torch.autograd.grad(forward(lambda x, norms: PlainStream(x, norms), x), leaves, dy)
+        residual.save_o1 = name == "block-saved"
+        return torch.autograd.grad(forward(residual, x), [*leaves, *parameters], dy)
+
+    runs = {name: lambda name=name: step(name) for name in ("standard", "block", "block-saved")}
     if args.compile:
         for run in runs.values():
             run()
         return {}
-    eager = report("training, eager", shape, rounds(runs, args.rounds, args.limit, args.device), 0.04)
+    notes = {}
+    if args.device == "cuda":
+        notes["peak_mib"] = {name: peak(run) for name, run in runs.items()}
+    samples = rounds(runs, args.rounds, args.limit, args.device)
+    eager = report(f"{part}, eager", shape, samples, 0.04, **notes)
     if args.device == "cpu":
         return eager
-    graphs, notes = {}, {}
+    eager["kernels"] = {name: traced(run) for name, run in runs.items()}
+    if not graphs:
+        return eager
+    captures, notes = {}, {}
     for name, run in runs.items():
-        graphs[name], why = captured(lambda run=run: run)
+        captures[name], why = captured(lambda run=run: run)
         if why:
             notes[f"{name} not captured"] = why
-    graph = report("training", shape, rounds(graphs, args.rounds, args.limit, args.device), 0.04, **notes)
-    return {**graph, "eager": eager}
+    return {
+        **report(part, shape, rounds(captures, args.rounds, args.limit, args.device), 0.04, **notes),
+        "eager": eager,
+    }
+
+
+def peak(run: Callable[[], object]) -> float:
+    """MiB at the peak of a run, weights and inputs included."""
+    torch.cuda.reset_peak_memory_stats()
+    run()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() / 2**20
 
 
 def compile_part(part: str, args) -> None:
@@ -258,8 +303,8 @@ def compile_part(part: str, args) -> None:
     torch.manual_seed(0)
     narrow = {"heads": 1, "kv_heads": 1, "hidden": 16, "own": 1}
     # Above 1,024 tokens the tiles are those of any length.
-    if part == "training":
-        training(PAPER._replace(**narrow), 2, 520, args)
+    if part in TRAINED:
+        training(part, TRAINED[part]._replace(**narrow), 2, 520, args)
     else:
         shape = (THIRD if part == "prefill" else K3)._replace(
             layers=args.layers or (THIRD if part == "prefill" else K3).layers
@@ -281,17 +326,17 @@ def compile_all(parts: list[str], args) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="*", default=[], help="decode, prefill, training; default all")
+    parser.add_argument("parts", nargs="*", default=[], help="decode, prefill, training, wide; default all")
     parser.add_argument("--out", type=Path, default=Path("out"))
     parser.add_argument("--limit", type=float, default=110.0, help="seconds after which no further round begins")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--layers", type=int, help="of the inference stacks, in place of 93 and 31")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cuda", "cpu"))
     args = parser.parse_args()
-    parts = args.parts or ["decode", "training", "prefill"]
+    parts = args.parts or ["decode", "training", "wide", "prefill"]
     for name in parts:
-        if name not in ("decode", "prefill", "training"):
-            parser.error(f"part: found {name!r}, expected decode, prefill or training")
+        if name not in ("decode", "prefill", *TRAINED):
+            parser.error(f"part: found {name!r}, expected decode, prefill, training or wide")
     args.out.mkdir(parents=True, exist_ok=True)
     args.compile = False
     tiny = args.device == "cpu"
@@ -299,8 +344,11 @@ def main() -> None:
     work = {
         "decode": lambda: inference("decode", whole, *((3, 1, 8) if tiny else (128, 1, 2048)), args),
         "prefill": lambda: inference("prefill", third, 1, 24 if tiny else 32768, 0, args),
-        "training": lambda: training(TINY if tiny else PAPER, 2, 8 if tiny else 4096, args),
     }
+    for name, shape in TRAINED.items():
+        # Of wide, two steps' activations do not fit; its host is far ahead of the GPU.
+        size = (TINY, 2, 8) if tiny else (shape, 2, 4096)
+        work[name] = lambda name=name, size=size: training(name, *size, args, graphs=name == "training")
     if not tiny:
         compile_all(parts, args)
     torch.manual_seed(0)

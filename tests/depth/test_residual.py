@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from tilewise.depth import InferenceState, Schedule
+from tilewise.depth import InferenceState, Schedule, eager
 from tilewise.nn import (
     AttnRes,
     Decoder,
@@ -79,6 +79,32 @@ def test_activation_checkpointing_changes_nothing(kind):
     # Without recomputation the reads of a block share their gradients, which are then added up in another order.
     for name, grad in plain.items():
         torch.testing.assert_close(again[name], grad, rtol=1e-10, atol=1e-13, msg=name)
+
+
+def test_o1_is_kept_or_computed_again_by_choice(monkeypatch):
+    model, tokens = moved(small("block")).double(), torch.randint(32, (2, 9))
+    calls, combine = [], eager.combine
+
+    def counted(*args, **kwargs):
+        calls.append(args)
+        return combine(*args, **kwargs)
+
+    monkeypatch.setattr(eager, "combine", counted)
+    grads, counts = [], []
+    for kept in (False, True):
+        model.residual.save_o1 = kept
+        loss = model.loss(tokens)
+        forward = len(calls)
+        grads.append(gradients(model, loss))
+        counts.append((forward, len(calls) - forward))
+        calls.clear()
+    # The first block reads one source, which is o1 itself.
+    blocks = len(model.residual.schedule.starts)
+    assert counts[0][0] == counts[1][0] == blocks - 1
+    assert counts[0][1] >= blocks - 1
+    assert counts[1][1] == 0
+    for name, grad in grads[0].items():
+        torch.testing.assert_close(grads[1][name], grad, rtol=1e-12, atol=1e-14, msg=name)
 
 
 def test_two_checkpointed_passes_before_one_backward():

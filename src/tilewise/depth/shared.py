@@ -192,6 +192,7 @@ def reads_of_folded(
     eps: float,
     output_eps: float,
     last: bool,
+    save_o1: bool = False,
 ) -> BlockReads:
     """:class:`BlockReads` of arguments that are known to fit.
 
@@ -202,9 +203,11 @@ def reads_of_folded(
         shape: of the sources.
         last: this block's backward runs first, while every other prefix is alive: o1 is recomputed a third of the block
             at a time instead of a half.
+        save_o1: as for :class:`BlockReads`.
     """
     reads = BlockReads.__new__(BlockReads)
-    reads._open(sources, q, flat, output_weights, run, shape, eps, output_eps, 3 if last else 2)
+    pieces = 0 if save_o1 else 3 if last else 2
+    reads._open(sources, q, flat, output_weights, run, shape, eps, output_eps, pieces)
     return reads
 
 

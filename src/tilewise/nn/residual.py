@@ -30,6 +30,8 @@ class AttnRes(nn.Module):
         output_eps: epsilon of the sublayers' input norms when `read` is given a norm weight; None means `eps`.
         span: sublayers [first, last) that this module serves; None means all. For pipeline stages.
         impl: implementation of the operators.
+        save_o1: in eager training of a Block schedule with `norms`, keep phase 1's outputs until the backward: a tensor
+            `[..., d]` more a sublayer, and no phase 1 in the backward. By default their scores are kept, not they.
         device, dtype: of the parameters.
 
     Attributes:
@@ -52,6 +54,7 @@ class AttnRes(nn.Module):
         output_eps: float | None = None,
         span: tuple[int, int] | None = None,
         impl: str = "auto",
+        save_o1: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -61,6 +64,7 @@ class AttnRes(nn.Module):
             raise ValueError(f"span: found {span}, expected 0 <= first < last <= {schedule.sublayers}")
         self.d, self.schedule, self.span = d, schedule, (first, last)
         self.eps, self.output_eps, self.impl = eps, eps if output_eps is None else output_eps, impl
+        self.save_o1 = save_o1
         rows = last - first + (last == schedule.sublayers)
         self.query = nn.Parameter(torch.zeros(rows, d, device=device, dtype=dtype))
         self.key_weight = nn.Parameter(torch.ones(rows, d, device=device, dtype=dtype))
@@ -100,7 +104,7 @@ class AttnRes(nn.Module):
         whole = position is None and len(state.sources) == 1 and self.span == (0, self.schedule.sublayers)
         eager = torch.is_grad_enabled() and not torch.compiler.is_compiling()
         if norms is not None and whole and eager and not self.schedule.full:
-            return SharedStream(self.schedule, reads, embedding, norms)
+            return SharedStream(self.schedule, reads, embedding, norms, self.save_o1)
         return Stream(self.schedule, reads.apart() if position is None else reads, state, position, norms)
 
     def reset_parameters(self) -> None:

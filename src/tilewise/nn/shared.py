@@ -28,10 +28,13 @@ class SharedStream:
         reads: of all sublayers and the output head.
         embedding: `[..., d]`.
         norms: the weights of the sublayers' input norms.
+        save_o1: keep what phase 1 returns until the backward instead of recomputing it.
     """
 
-    def __init__(self, schedule: Schedule, reads: Reads, embedding: Tensor, norms: Sequence[Tensor]) -> None:
-        self.schedule, self.reads = schedule, reads
+    def __init__(
+        self, schedule: Schedule, reads: Reads, embedding: Tensor, norms: Sequence[Tensor], save_o1: bool = False
+    ) -> None:
+        self.schedule, self.reads, self._save_o1 = schedule, reads, save_o1
         self._norms, self._order = norms, Order(0, schedule.sublayers)
         self._sources = [SharedSource(embedding)]
         self._shape, self._dtype = embedding.shape, embedding.dtype
@@ -72,7 +75,7 @@ class SharedStream:
             norms = torch.stack(tuple(self._norms[visit.start : visit.end]))
             self._block = reads_of_folded(
                 self._sources, self._queries[n], self._flat[n], norms, self._run, self._shape, reads.eps,
-                reads.output_eps, visit.end == self.schedule.sublayers,
+                reads.output_eps, visit.end == self.schedule.sublayers, self._save_o1,
             )  # fmt: skip
             return self._block.first()
         self._prefix, y = self._block.merge(sublayer - visit.start, self._update, self._prefix)
