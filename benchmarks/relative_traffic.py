@@ -109,8 +109,9 @@ def _hopper(kernel: str, a: dict, programs: int, windows: dict[int, float]) -> t
         return read + tables + _size(a["stats"], share), written + sum(windows[_key(x)] for x in buffers)
     if kernel == "collect_tiles":
         return windows.get(_key(a["dg"]), 0.0), _size(a["out"])
-    # sum_rows and spread: partial sums of every offset, in fp32.
-    return _size(a["partial"]), _size(a["grad"])
+    # sum_rows and spread: partial sums of every offset, in fp32, and of every block what it adds to end rows.
+    ends = _size(a["parts"]) if kernel == "sum_rows" and a["ENDS"] else 0.0
+    return _size(a["partial"]) + ends, _size(a["grad"])
 
 
 def fewest(kernel: str, a: dict, windows: dict[int, float], programs: int) -> tuple[float, float]:

@@ -23,6 +23,9 @@ from .terms import rows_of
 
 __all__ = ["Diagonals"]
 
+SHARES_IN_TURN = 8
+"""Sums of row blocks that the last kernel adds one after the other: a sum of them beforehand is a launch of its own."""
+
 PROGRAMS = 1056
 """Programs that keep an H200's memory busy to the end; where there are fewer diagonals, their row blocks are shared."""
 
@@ -126,10 +129,13 @@ def spread(partial, grad, tau, heads, R, count, zero, step, sh, sr, sd, D: tl.co
     tl.store(to, (total * tau).to(grad.dtype.element_ty), mask=(r < R)[:, None] & (d[None, :] >= 0))
 
 
-@triton.jit(do_not_specialize=["tau", "count", "left_row", "right_row"])
-def sum_rows(partial, order, starts, parts, grad, tau, count, left_row, right_row, sp, sh, sr, sd, D: tl.constexpr,
-             N: tl.constexpr, ENDS: tl.constexpr):  # fmt: skip
-    """grad[h, r] = τ · (Σ of partial[h] over the offsets of row r + what the saturated sides add): program (r, h)."""
+@triton.jit(do_not_specialize=["tau", "count", "shares", "blocks", "left_row", "right_row"])
+def sum_rows(partial, order, starts, parts, grad, tau, count, shares, blocks, left_row, right_row, sp, sn, sh, sr, sd,
+             D: tl.constexpr, N: tl.constexpr, ENDS: tl.constexpr):  # fmt: skip
+    """grad[h, r] = τ · (Σ of partial[h] over shares and offsets of row r + what the sides add): program (r, h).
+
+    parts[h, n] are the vectors that the saturated sides of block n add to their end rows.
+    """
     r = tl.program_id(0)
     h = tl.program_id(1)
     n = tl.arange(0, N)
@@ -138,15 +144,18 @@ def sum_rows(partial, order, starts, parts, grad, tau, count, left_row, right_ro
     e = tl.load(starts + r + 1)
     for c in range(tl.load(starts + r), e, N):
         x = tl.load(order + c + n, mask=c + n < e, other=0)
-        place = (tl.cast(h, tl.int64) * count + x)[:, None] * D + d[None, :]
-        total += tl.load(partial + place, mask=(c + n < e)[:, None] & (d[None, :] >= 0), other=0.0)
-    value = tl.sum(total, 0)
+        for share in range(0, shares):
+            place = (tl.cast(h * shares + share, tl.int64) * count + x)[:, None] * D + d[None, :]
+            total += tl.load(partial + place, mask=(c + n < e)[:, None] & (d[None, :] >= 0), other=0.0)
     if ENDS:
         for side in tl.static_range(2):
             end = left_row
             if side == 1:
                 end = right_row
-            value += tl.load(parts + h * sp + side * D + d, mask=(d >= 0) & (r == end), other=0.0)
+            for first in range(0, tl.where(r == end, blocks, 0), N):
+                at = parts + tl.cast(h, tl.int64) * sp + (first + n)[:, None] * sn + side * D + d[None, :]
+                total += tl.load(at, mask=(first + n < blocks)[:, None] & (d[None, :] >= 0), other=0.0)
+    value = tl.sum(total, 0)
     to = grad + tl.cast(h, tl.int64) * sh + r * sr + d * sd
     tl.store(to, (value * tau).to(grad.dtype.element_ty))
 
@@ -242,15 +251,18 @@ class Diagonals:
                 self.count * TILE, step * zero, step * turn, *grad.stride(), D=L.d, N=64, num_warps=4,
             )  # fmt: skip
             return
-        summed = (lambda x: x.sum((0, 1))[None] if shared else x.sum(1)) if shared or self.shares > 1 else None
-        total = partial if summed is None else summed(partial)
-        if parts is not None:
-            parts = parts.sum((0, 1))[None] if shared else parts.sum(1)
+        total = partial
+        if shared:
+            total = partial.sum((0, 1))[None, None]
+            parts = None if parts is None else parts.sum((0, 1))[None, None]
+        elif self.shares > SHARES_IN_TURN:
+            total = partial.sum(1, keepdim=True)
+        ends = total if parts is None else parts
         order, starts = _by_row(rows, start, step, self.count * TILE, grad.shape[1], L.device)
         launch(
-            sum_rows, (grad.shape[1], grad.shape[0]), total, order, starts, total if parts is None else parts, grad,
-            L.call.scale, self.count * TILE, *L.ends[n], 2 * L.d, *grad.stride(), D=L.d, N=32, ENDS=parts is not None,
-            num_warps=2,
+            sum_rows, (grad.shape[1], grad.shape[0]), total, order, starts, ends, grad, L.call.scale,
+            self.count * TILE, total.shape[1], ends.shape[1], *L.ends[n], *ends.stride()[:2], *grad.stride(), D=L.d,
+            N=32, ENDS=parts is not None, num_warps=2,
         )  # fmt: skip
 
 
