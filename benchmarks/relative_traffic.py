@@ -122,7 +122,7 @@ def fewest(kernel: str, a: dict, windows: dict[int, float], programs: int) -> tu
         return _size(a["x"]) + _size(a["bias"]), _size(a["out"])
     if kernel == "add_parts":
         return _size(a["parts"]), _size(a["grad"])
-    share = a["heads"] / a["H"] if "heads" in a else 1.0
+    share = a["heads"] / a["H"] if "heads" in a and "H" in a else 1.0
     terms = [windows.get(_key(t.z), _size(t.z)) for name in ("terms", "values") for t in a.get(name, ())
              if hasattr(t, "z")]  # fmt: skip
     rows = lambda *names: sum(_size(a[n].base if hasattr(a[n], "base") else a[n], share) for n in names)  # noqa: E731
@@ -162,7 +162,10 @@ def fewest(kernel: str, a: dict, windows: dict[int, float], programs: int) -> tu
     if kernel == "fold":
         return windows.get(_key(a["dz"]), 0.0) + (rows("acc") if a["ACC"] else 0.0) + _size(a["table"]), rows("out")
     if kernel == "collect":
-        return windows.get(_key(a["dz"]), 0.0) + (0.0 if a["SCALAR"] and not a["GATED"] else rows("x")), _size(a["out"])
+        return windows.get(_key(a["dz"]), 0.0) + rows("x"), _size(a["out"])
+    if kernel == "collect_scalars":
+        gate = _size(a["gate"], a["heads"] / a["gate"].shape[1]) if a["GATED"] else 0.0
+        return windows.get(_key(a["dz"]), 0.0) + gate, _size(a["out"])
     if kernel == "reduce":
         read = _size(a["parts"], share) if a["PARTS"] else 0.0 if a["ENDS"] else _size(a["partial"])
         return read, 0.0 if a["ENDS"] else rows("grad")
