@@ -5,10 +5,11 @@ import dataclasses
 import pytest
 import torch
 from carried_cases import CarriedConfig, dense, grads_of, inputs, run
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tilewise.carried import SharedKeyCarry, TileLayout, carried_decode, decode_cost, shared_key_attention
 from tilewise.carried.llama import CarriedLlama, KeyValueCache, LlamaOptions
-from tilewise.carried.nn import CarriedAttention, CarriedBlock
+from tilewise.carried.nn import Angles, CarriedAttention, CarriedBlock
 from tilewise.mask import Mask
 
 VARIANTS = {
@@ -106,6 +107,36 @@ def test_a_block_trains_and_learns():
         loss.backward()
         optimizer.step()
     assert loss.item() < 0.5 < torch.tensor(61.0).log()
+
+
+class Cosines(TorchDispatchMode):
+    """How often cosines were taken, and the dtypes of what they were taken of."""
+
+    def __init__(self):
+        super().__init__()
+        self.dtypes = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func._opname == "cos":
+            self.dtypes.append(args[0].dtype)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", ["carried", "shared keys", "keys from the hidden state"])
+def test_a_model_makes_its_angles_once(name):
+    """In training, in a prefill and in a step of decoding; in fp32."""
+    model, tokens, cache = model_of(name, dtype=torch.bfloat16), torch.randint(61, (2, 20)), KeyValueCache(20)
+    with torch.no_grad():
+        for part, kwargs in ((tokens, {}), (tokens[:, :19], {"cache": cache}), (tokens[:, 19:], {"cache": cache})):
+            with Cosines() as mode:
+                model(part, **kwargs)
+            assert mode.dtypes == [torch.float32]
+
+
+def test_angles_of_other_heads_are_refused():
+    attention = CarriedAttention(32, 4)
+    with pytest.raises(ValueError, match=r"angles of \(d, base\) = \(16, 10000.0\); expected \(8, 10000.0\)"):
+        attention(torch.randn(1, 5, 32), None, Angles(torch.arange(5), 16))
 
 
 def test_block_checks_its_layers():

@@ -12,7 +12,7 @@ from ..mask import Mask
 from .config import CarriedConfig
 from .inference import carried_decode
 from .layout import TileLayout
-from .nn import CarriedAttention, CarriedBlock
+from .nn import Angles, CarriedAttention, CarriedBlock
 from .shared_keys import SharedKeyCarry, fold_queries, shared_key_attention
 from .state import Carry, carried_attention
 
@@ -109,7 +109,7 @@ class LlamaBlock(CarriedBlock):
             shared = kv if self.keys == "shared" else None
         return x
 
-    def step(self, x: Tensor, cache: KeyValueCache, positions: Tensor, memory: Tensor | None) -> Tensor:
+    def step(self, x: Tensor, cache: KeyValueCache, positions: Angles, memory: Tensor | None) -> Tensor:
         """New tokens x against the cache."""
         first = self.first
         shared, few = self.keys == "shared", x.shape[1] <= KeyValueCache.FEW
@@ -221,6 +221,8 @@ class CarriedLlama(nn.Module):
         past = 0 if cache is None else cache.length
         if positions is None:
             positions = torch.arange(past, past + tokens.shape[1], device=tokens.device)
+        first = self.blocks[0].layers[0].attention
+        angles = Angles(positions, first.head_width, first.rotary_base)
         x, memory, per = self.embedding(tokens), None, self.options.carried.layers
         if layout is None and cache is None and self.options.keys != "shared" and len(self.blocks[0].layers) == per:
             # A hundred small operations: without this every block makes its own.
@@ -229,9 +231,9 @@ class CarriedLlama(nn.Module):
             memory = x if self.options.refreshes(block.first) else memory
             if cache is None:
                 whole = len(block.layers) == per
-                x = block(x, mask=mask, layout=layout if whole else None, positions=positions, memory=memory)
+                x = block(x, mask=mask, layout=layout if whole else None, positions=angles, memory=memory)
             else:
-                x = block.step(x, cache, positions, memory)
+                x = block.step(x, cache, angles, memory)
         if cache is not None:
             cache.advance()
         return self.head(self.norm(x))

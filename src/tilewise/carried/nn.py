@@ -15,7 +15,7 @@ from .layout import TileLayout
 from .shared_keys import SharedKeyCarry, shared_key_attention
 from .state import Carry, carried_attention
 
-__all__ = ["CarriedAttention", "CarriedBlock", "rotary", "rotate"]
+__all__ = ["Angles", "CarriedAttention", "CarriedBlock", "rotary", "rotate"]
 
 
 def rotary(positions: Tensor, d: int, base: float = 10000.0) -> tuple[Tensor, Tensor]:
@@ -29,6 +29,34 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Turn the halves of the last dimension of x [B, H, T, d] into each other."""
     cos, sin = (t if t.dim() == 2 else t[:, None] for t in (cos, sin))
     return _turned(x, cos, sin)
+
+
+class Angles:
+    """Rotary angles of all layers of a forward pass, made once: a layer would start eight kernels for its own.
+
+    A plain class for the reason that :class:`Carry` is one: frameworks that cast floating arguments to 16 bits leave
+    it alone.
+
+    Args:
+        positions: integers [T] or [B, T].
+        d: head width.
+        base: of the frequencies.
+
+    Attributes:
+        cos, sin: [T or B, T, 1, d/2] in fp32, for rows by token.
+        of: (d, base), which a layer's have to equal.
+
+    Example:
+        >>> attention = CarriedAttention(32, 4)
+        >>> x, at = torch.randn(1, 10, 32), torch.arange(10)
+        >>> here, there = (attention(x, Carry(), p)[0] for p in (at, Angles(at, 8)))
+        >>> torch.equal(here, there)
+        True
+    """
+
+    def __init__(self, positions: Tensor, d: int, base: float = 10000.0) -> None:
+        self.cos, self.sin = (t.unsqueeze(-2) for t in rotary(positions, d, base))
+        self.of = (d, base)
 
 
 def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -53,9 +81,9 @@ class CarriedAttention(nn.Module):
 
     Inputs of forward:
         x: [B, T, width]. carry: :class:`Carry` (:class:`SharedKeyCarry` with `shared_keys`). positions: integers [T] or
-        [B, T], default 0 …; angles are made inside: frameworks cast floating arguments to 16 bits. memory: the
-        hidden state that keys and values are projected from; default x. shared: (K, V) of the block's first layer, with
-        `shared_keys` and layer > 0.
+        [B, T], default 0 …, or their :class:`Angles`, made once for many layers. memory: the hidden state that keys and
+        values are projected from; default x. shared: (K, V) of the block's first layer, with `shared_keys` and
+        layer > 0.
 
     Returns:
         The layer's output [B, T, width], the next carry, and this layer's (K, V).
@@ -83,12 +111,17 @@ class CarriedAttention(nn.Module):
         self.gain = nn.Parameter(torch.ones(heads)) if self.config.scaling == "gain" and layer > 0 else None
         self.sink = nn.Parameter(torch.zeros(heads)) if self.config.sink else None
 
-    def project(self, x: Tensor, positions: Tensor | None = None, memory: Tensor | None = None) -> tuple[Tensor, ...]:
+    def project(
+        self, x: Tensor, positions: Tensor | Angles | None = None, memory: Tensor | None = None
+    ) -> tuple[Tensor, ...]:
         """Q, K, V as attention takes them; K and V are None where the layer has none of its own."""
         angles = None
         if self.rotary_base is not None:
             positions = torch.arange(x.shape[1], device=x.device) if positions is None else positions
-            angles = rotary(positions, self.head_width, self.rotary_base)
+            needed = (self.head_width, self.rotary_base)
+            angles = positions if isinstance(positions, Angles) else Angles(positions, *needed)
+            if angles.of != needed:
+                raise ValueError(f"positions are angles of (d, base) = {angles.of}; expected {needed}, this layer's")
         q = self._split(self.query, x, self.heads, self.query_norm, angles)
         if self.key is None:
             return q, None, None
@@ -97,13 +130,12 @@ class CarriedAttention(nn.Module):
         return q, k, self._split(self.value, source, self.kv_heads)
 
     def _split(
-        self, linear: nn.Linear, x: Tensor, heads: int, norm: nn.Module | None = None,
-        angles: tuple[Tensor, Tensor] | None = None,
+        self, linear: nn.Linear, x: Tensor, heads: int, norm: nn.Module | None = None, angles: Angles | None = None,
     ) -> Tensor:  # fmt: skip
         y = linear(x).view(*x.shape[:2], heads, self.head_width)
         y = y if norm is None else norm(y)
         # By token in memory all the way: neither Q, K nor their gradients are copied for the projections.
-        y = y if angles is None else _turned(y, *(t.unsqueeze(-2) for t in angles))
+        y = y if angles is None else _turned(y, angles.cos, angles.sin)
         return y.transpose(1, 2)
 
     def merge(self, O: Tensor, x: Tensor) -> Tensor:
@@ -112,7 +144,7 @@ class CarriedAttention(nn.Module):
         return self.out(y if self.gate is None else y * torch.sigmoid(self.gate(x)))
 
     def forward(
-        self, x: Tensor, carry: Carry | SharedKeyCarry, positions: Tensor | None = None, *,
+        self, x: Tensor, carry: Carry | SharedKeyCarry, positions: Tensor | Angles | None = None, *,
         memory: Tensor | None = None, shared: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Carry | SharedKeyCarry, tuple[Tensor, Tensor]]:  # fmt: skip
         q, k, v = self.project(x, positions, memory)
