@@ -20,17 +20,15 @@ FLAGS=${FLAGS:-}
 tilewise_bench() { $python -c 'from tilewise.bench.cli import app; app()' "$@"; }
 bench() { tilewise_bench run --set depth --json "$out/depth.json" --time-limit $within $FLAGS "$@"; }
 
-model="--d 256 --layers 8 --heads 4 --kv-heads 2 --hidden 704 --batch 32 --length 256 --held-out 256"
-
 # One process a variant, all side by side: the model is small and each waits for its own host. Full has more launches
 # a step, so each of its seeds is a process of its own. The shared clock makes speeds of variants no comparison.
 train() {
     for v in standard block2 block4 block8; do
-        $python benchmarks/depth_train.py --data out/text $model --tokens "${TOKENS:-6291456}" --seconds "$1" \
+        $python benchmarks/depth_train.py --data out/text --tokens "${TOKENS:-3145728}" --seconds "$1" \
             --variants $v --seeds 0 1 2 --out "$out/train_$v.json" &
     done
     for s in 0 1 2; do
-        $python benchmarks/depth_train.py --data out/text $model --tokens "${TOKENS:-6291456}" --seconds "$1" \
+        $python benchmarks/depth_train.py --data out/text --tokens "${TOKENS:-3145728}" --seconds "$1" \
             --variants full --seeds $s --out "$out/train_full_$s.json" &
     done
     wait

@@ -1,7 +1,11 @@
 """Does a residual stream over depth learn better? A small decoder on real text: standard, Block of 2, 4, 8, Full.
 
-python benchmarks/prepare_text.py --out out/text
-python benchmarks/depth_train.py --data out/text --out out/depth_train.json --seeds 0 1 2
+    python benchmarks/prepare_text.py --out out/text
+    python benchmarks/depth_train.py --data out/text --out out/depth_train.json --seeds 0 1 2
+
+Sizes, recipe, data and their order are those of carried_train.py, and `standard` is the model that it calls
+`full-none`: with the same initial weights both lose the same at every step. Matrix products run in bf16, the residual
+stream of every variant in fp32 (`--stream`).
 """
 
 from __future__ import annotations
@@ -28,28 +32,44 @@ KINDS = {
 }
 
 
-class MixedDecoder(Decoder):
-    """A decoder with fp32 weights whose matrix products run in `dtype`, and so does the whole residual stream."""
+SIZES = {"d": 256, "layers": 8, "heads": 4, "kv-heads": 2, "hidden": 704}
+RECIPE = Recipe(tokens=3_145_728, batch=16)
 
-    def __init__(self, config: DecoderConfig, dtype: torch.dtype) -> None:
+
+class MixedDecoder(Decoder):
+    """A decoder with fp32 weights whose matrix products run in `dtype` and whose stream is in `stream`."""
+
+    def __init__(self, config: DecoderConfig, dtype: torch.dtype, stream: torch.dtype) -> None:
         super().__init__(config)
-        self.dtype = dtype
+        self.dtype, self.stream = dtype, stream
 
     def loss(self, tokens: torch.Tensor) -> torch.Tensor:
         """Mean next-token cross entropy in nats."""
         if self.dtype == torch.float32:
             return super().loss(tokens)
         with torch.autocast(tokens.device.type, self.dtype):
-            return super().loss(tokens, residual=lambda x, norms: self.residual(x.to(self.dtype), norms=norms))
+            return super().loss(tokens, residual=lambda x, norms: self.residual(x.to(self.stream), norms=norms))
+
+
+def sized(vocab: int, sizes: dict[str, int]) -> DecoderConfig:
+    """The model: an output projection of its own, and the epsilon of an fp32 `torch.nn.RMSNorm`."""
+    fields = {name.replace("-", "_"): value for name, value in sizes.items()}
+    return DecoderConfig(vocab=vocab, tied=False, eps=torch.finfo(torch.float32).eps, **fields)
 
 
 def variants(
-    names: list[str], base: DecoderConfig, device: torch.device, dtype: torch.dtype
+    names: list[str],
+    base: DecoderConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+    stream: torch.dtype = torch.float32,
 ) -> dict[str, Callable[[], nn.Module]]:
     """Name → builder for the kinds of residual asked for."""
-    return {
-        name: lambda name=name: MixedDecoder(replace(base, **KINDS[name]), dtype).to(device).train() for name in names
-    }
+
+    def builder(name: str) -> Callable[[], nn.Module]:
+        return lambda: MixedDecoder(replace(base, **KINDS[name]), dtype, stream).to(device).train()
+
+    return {name: builder(name) for name in names}
 
 
 def joined(paths: list[Path]) -> dict:
@@ -81,15 +101,14 @@ def main() -> None:
     parser.add_argument("--variants", nargs="+", choices=list(KINDS), default=list(KINDS))
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16", help="of matrix products")
+    parser.add_argument("--stream", choices=("float32", "bfloat16"), default="float32", help="of the residual stream")
     parser.add_argument("--seconds", type=float, default=math.inf, help="start no run that would end later")
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--join", type=Path, nargs="+", help="train nothing: join these records in --out and show them")
-    sizes = {"d": 384, "layers": 16, "heads": 6, "kv-heads": 3, "hidden": 1024}
-    for name, value in sizes.items():
+    for name, value in SIZES.items():
         parser.add_argument(f"--{name}", type=int, default=value)
-    recipe = Recipe()
-    for name, value in asdict(recipe).items():
+    for name, value in asdict(RECIPE).items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=type(value), default=value)
     options = parser.parse_args()
     if options.join:
@@ -101,12 +120,12 @@ def main() -> None:
     if options.device == "cuda":
         torch.backends.cuda.matmul.allow_tf32 = True
     text = Text(options.data)
-    recipe = Recipe(**{name: getattr(options, name) for name in asdict(recipe)})
-    base = DecoderConfig(
-        vocab=text.vocab, **{n.replace("-", "_"): getattr(options, n.replace("-", "_")) for n in sizes}
-    )
-    model = {k: v for k, v in asdict(base).items() if k not in ("residual", "block")} | {"dtype": options.dtype}
-    built = variants(options.variants, base, torch.device(options.device), getattr(torch, options.dtype))
+    recipe = Recipe(**{name: getattr(options, name) for name in asdict(RECIPE)})
+    base = sized(text.vocab, {name: getattr(options, name.replace("-", "_")) for name in SIZES})
+    dtypes = {"dtype": options.dtype, "stream": options.stream}
+    model = {k: v for k, v in asdict(base).items() if k not in ("residual", "block")} | dtypes
+    dtype, stream = (getattr(torch, name) for name in dtypes.values())
+    built = variants(options.variants, base, torch.device(options.device), dtype, stream)
     record = compare(
         built,
         text,

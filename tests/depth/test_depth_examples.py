@@ -1,5 +1,6 @@
 """The examples run and do what they say; the training harness learns, resumes, refuses and repeats itself."""
 
+import dataclasses
 import importlib
 import itertools
 import json
@@ -94,6 +95,62 @@ def test_the_training_comparison(text, tmp_path, program, capsys):
     assert capsys.readouterr().out.count("no time for") == 3
 
 
+def test_the_standard_baseline_is_the_carried_comparisons(text, program):
+    """Same sizes; with the same initial weights the same loss at every step, so that the two tables are one."""
+    harness, depth_train, carried_train = (program(n) for n in ("train_harness", "depth_train", "carried_train"))
+    assert sorted(depth_train.SIZES.values()) == sorted(carried_train.SIZES.values())
+    recipe = harness.Recipe(tokens=6 * 4 * 16, batch=4, length=16, lr=1e-2, evaluations=2, held_out=8)
+    sizes = {"d": 32, "layers": 2, "heads": 2, "kv-heads": 1, "hidden": 48}
+    base = depth_train.sized(32, sizes)
+    ours = depth_train.variants(["standard"], base, torch.device("cpu"), torch.float32)["standard"]
+    sizes = {"width": 32, "layers": 2, "heads": 2, "kv_heads": 1, "hidden": 48}
+    theirs = carried_train.builders(["full-none"], 32, sizes, 128, "stored", "cpu", torch.float32)["full-none"]
+
+    @torch.no_grad()
+    def with_our_weights():
+        weights = dict(ours().named_parameters())
+        model = theirs()
+        for name, p in model.named_parameters():
+            p.copy_(_weight_of(name, weights))
+        return model
+
+    one, other = harness.train(ours, text, recipe, 0), harness.train(with_our_weights, text, recipe, 0)
+    assert one["parameters"] == other["parameters"]
+    assert len(one["train"]) == 6
+    assert one["train"][-1] < one["train"][0] - 0.1
+    assert one["train"] == pytest.approx(other["train"], abs=2e-5)
+    assert [x for _, x in one["valid"]] == pytest.approx([x for _, x in other["valid"]], abs=2e-5)
+
+
+def _weight_of(name, weights):
+    """The weight of a `Decoder` that plays the part of a `CarriedLlama`'s parameter `name`."""
+    if not name.startswith("blocks."):
+        return weights[name.removesuffix(".weight") if name == "norm.weight" else name]
+    _, block, _, _, part = name.split(".", 4)
+    layer = f"layers.{block}."
+    if part == "up.weight":
+        return torch.cat([weights[f"{layer}mlp.gate.weight"], weights[f"{layer}mlp.up.weight"]])
+    names = {"norm": "attention_norm", "mlp_norm": "mlp_norm", "down": "mlp.down.weight"}
+    names |= {f"attention.{a}": f"attention.{a[0]}.weight" for a in ("query", "key", "value", "out")}
+    return weights[layer + names[part.removesuffix(".weight")]]
+
+
+def test_every_kind_of_residual_starts_as_the_standard_one(program):
+    """Zero queries read means of outputs, and a norm does not see that a mean is no sum, but for its epsilon."""
+    depth_train = program("depth_train")
+    base = depth_train.sized(32, {"d": 16, "layers": 3, "heads": 2, "kv-heads": 1, "hidden": 24})
+    tokens = torch.randint(32, (2, 9))
+    losses = {}
+    for eps in (1e-14, 1e-2):
+        base = dataclasses.replace(base, eps=eps)
+        for name, build in depth_train.variants(list(depth_train.KINDS), base, "cpu", torch.float32).items():
+            torch.manual_seed(0)
+            losses[name, eps] = build().double().loss(tokens).item()
+    for name in depth_train.KINDS:
+        assert losses[name, 1e-14] == pytest.approx(losses["standard", 1e-14], rel=1e-7)
+    assert abs(losses["full", 1e-2] - losses["standard", 1e-2]) > 1e-6
+
+
 def test_every_variant_sees_the_same_batches(text, program):
     recipe = program("train_harness").Recipe(tokens=512, batch=4, length=16)
     first, second, other = ([*text.batches(recipe, seed)] for seed in (0, 0, 1))
@@ -134,5 +191,5 @@ def forget_programs():
     before = set(sys.modules)
     yield
     for name in set(sys.modules) - before:
-        if name in ("prepare_text", "train_harness", "depth_train") or name.startswith("depth_"):
+        if name in ("prepare_text", "train_harness", "carried_train") or name.startswith("depth_"):
             del sys.modules[name]
