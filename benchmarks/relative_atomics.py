@@ -66,8 +66,8 @@ def table_by_atomics(self, n, dz, h0, heads):
         L.anchor if x is None else x.x, total, column_rows(port.rows, g, g.first, g.last, L.device), L.ranges(g.keyed),
         (0, 0, 0) if x is None else x.strides, total.stride()[:2], scale, g.head, g.stride, L.H,
         L.G if port.kind == "key" else 1, h0, heads, L.B, g.rows, g.others, offset, ahead, behind, g.shift, g.first,
-        g.last - g.first, L.mask.batch, tiles, D=width, BD=padded(width), WM=BLOCK, WN=BLOCK, TM=TM, PACK=pack, CB=CB,
-        SIZE=BLOCK, RANGED=L.mask.ranged, SCALAR=scalar, num_warps=warps,
+        g.last - g.first, L.mask.batch, tiles, D=width, BD=padded(width), WM=g.tile[0], WN=g.tile[1], TM=TM, PACK=pack,
+        CB=CB, SIZE=BLOCK, RANGED=L.mask.ranged, SCALAR=scalar, num_warps=warps,
     )  # fmt: skip
     if L.sides:
         _add_ends(self, n, total, scale)

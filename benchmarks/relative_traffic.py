@@ -147,7 +147,7 @@ def fewest(kernel: str, a: dict, windows: dict[int, float], programs: int) -> tu
         written = {"attend": ["o", "lse"], "probabilities": [], "grad_key": ["dk", "dv"], "grad_query": ["dq"]}[kernel]
         stored = 0.0
         if kernel == "probabilities" or a.get("STORE"):
-            others = {"WM": a["UNIT"], "WN": a["UNIT"], "heads": a["heads"], "B": a["B"]}
+            others = {"WM": max(a["UNIT"], a["BM"]), "WN": a["UNIT"], "heads": a["heads"], "B": a["B"]}
             keyed = kernel == "grad_key"
             band = (-a["offset"], -a["lo"], a["hi"]) if keyed else (a["offset"], a["hi"], -a["lo"])
             sizes = (a["Tk"], a["Tq"]) if keyed else (a["Tq"], a["Tk"])

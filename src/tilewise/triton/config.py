@@ -60,7 +60,7 @@ MEASURED: Table = {
     ("forward", "identity"): ((0, (64, 64, 4, 3, 3)),),
     ("forward", "value"): ((0, (64, 64, 4, 3, 2)),),
     ("queries", "plain"): ((0, (128, 64, 4, 3, 2)),),
-    ("queries", "scalar"): ((0, (64, 64, 4, 3, 2)),),
+    ("queries", "scalar"): ((0, (64, 64, 4, 3, 2)), (2048, (128, 64, 4, 3, 2))),
     ("queries", "query"): ((0, (64, 64, 4, 3, 2)),),
     ("queries", "key"): ((0, (64, 64, 4, 3, 3)),),
     ("queries", "identity"): ((0, (64, 64, 4, 3, 3)),),
@@ -110,7 +110,7 @@ def forward_tiles(d: int, bytes_: int, N: int, kind: str, limits: Limits) -> Til
 
 
 def backward_tiles(d: int, bytes_: int, N: int, kind: str, keyed: bool, limits: Limits) -> Tiles:
-    """Tiles of a backward pass; keyed: the pass over keys. Bands live on 64 × 64 blocks, so none is larger there."""
+    """Tiles of a backward pass; keyed: the pass over keys. Bands live on 64 × 64 blocks, so few are larger there."""
     if bytes_ == 4:
         return _fit(Tiles(32, 32, 4, 2, 2), d, bytes_, limits)
     if d > 128:

@@ -13,6 +13,7 @@ from .project import ends, row_of, rows_of_tile, stored
 _RUNTIME = [
     "scale", "H", "G", "h0", "heads", "B", "rows", "others", "offset", "ahead", "behind", "shift", "cmin", "span",
     "batch", "length", "R", "blocks", "T", "origin", "step", "size", "left_row", "right_row", "first", "second",
+    "start",
 ]  # fmt: skip
 
 
@@ -92,12 +93,8 @@ def fold(dz, table, acc, sums, out, ranges, th, tr, origin, step, size, eh, er, 
 def collect(dz, x, bias, out, ranges, sx, su, head, stride, H, G, h0, heads, B, rows, others, offset, ahead, behind,
             shift, cmin, length, batch, D: tl.constexpr, BD: tl.constexpr, WM: tl.constexpr, WN: tl.constexpr,
             TM: tl.constexpr, PACK: tl.constexpr, CB: tl.constexpr, SIZE: tl.constexpr, RANGED: tl.constexpr,
-            SCALAR: tl.constexpr, GATED: tl.constexpr, BIASED: tl.constexpr, PREC: tl.constexpr,
-            STAGES: tl.constexpr):  # fmt: skip
-    """out[h, ρ, c] = Σ over batch and rows r ≡ ρ of dz[r, cmin + c − ρ] · x_r (SCALAR: · gate_r, or 1).
-
-    BIASED: x_r + bias_h instead of x_r.
-    """
+            BIASED: tl.constexpr, PREC: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
+    """out[h, ρ, c] = Σ over batch and rows r ≡ ρ of dz[r, cmin + c − ρ] · x_r. BIASED: x_r + bias_h instead of x_r."""
     block = tl.program_id(0)
     local = tl.program_id(1) // 8
     rho = tl.program_id(1) % 8
@@ -106,7 +103,6 @@ def collect(dz, x, bias, out, ranges, sx, su, head, stride, H, G, h0, heads, B, 
     d = tl.arange(0, BD)
     cc = tl.arange(0, CB)
     total = tl.zeros([CB, BD], tl.float32)
-    number = tl.zeros([CB], tl.float32)
     column = cmin // 16 * 16 + block * CB
     zero = tl.minimum(B, 0).to(tl.float32)
     # Rows whose entries at these columns lie among the others at all.
@@ -124,22 +120,58 @@ def collect(dz, x, bias, out, ranges, sx, su, head, stride, H, G, h0, heads, B, 
         place = (first + down + column)[:, None] + cc[None, :]
         inside = (place >= lo[:, None]) & (place < hi[:, None])
         ds = tl.load(zrow[:, None] + place, mask=inside, other=0.0)
-        if SCALAR:
-            value = ds.to(tl.float32)
-            if GATED:
-                value *= tl.load(xrow, mask=r < rows, other=0.0).to(tl.float32)[:, None]
-            number += tl.sum(value, 0)
-        else:
-            right = tl.load(xrow[:, None] + d[None, :], mask=(r[:, None] < rows) & (d[None, :] < D), other=0.0)
-            if BIASED:
-                moved = right.to(tl.float32) + tl.load(bias + h * su + d, mask=d < D, other=0.0).to(tl.float32)[None, :]
-                right = operand(moved.to(right.dtype), PREC)
-            total = added(total, tl.trans(ds), right, zero, PREC)
+        right = tl.load(xrow[:, None] + d[None, :], mask=(r[:, None] < rows) & (d[None, :] < D), other=0.0)
+        if BIASED:
+            moved = right.to(tl.float32) + tl.load(bias + h * su + d, mask=d < D, other=0.0).to(tl.float32)[None, :]
+            right = operand(moved.to(right.dtype), PREC)
+        total = added(total, tl.trans(ds), right, zero, PREC)
     at = tl.cast(local * 8 + rho, tl.int64) * length + block * CB + cc
-    if SCALAR:
-        tl.store(out + at, number)
-    else:
-        tl.store(out + at[:, None] * D + d[None, :], total, mask=d[None, :] < D)
+    tl.store(out + at[:, None] * D + d[None, :], total, mask=d[None, :] < D)
+
+
+@triton.jit(do_not_specialize=_RUNTIME)
+def collect_scalars(dz, gate, out, ranges, sg, head, stride, h0, heads, B, rows, others, offset, ahead, behind, shift,
+                    cmin, span, batch, length, start, WM: tl.constexpr, SIZE: tl.constexpr, RANGED: tl.constexpr,
+                    GATED: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
+    """out[h, ρ, c + ρ], whose sum over the eight ρ is Σ over batch and rows r of dz[r, cmin + c] · gate_r (or · 1).
+
+    Program (distance, head and quarter of the batch's blocks of rows) sums the SIZE × SIZE tiles that begin `distance`
+    beyond their first row: first entry by entry, once along the diagonals. Those above the main one and those below
+    belong to neighbouring columns, so each column has two sums of each quarter, one writer each.
+    """
+    local = tl.program_id(1) // 4
+    quarter = tl.program_id(1) % 4
+    distance = start + tl.program_id(0)
+    # Blocks of rows that have a tile at this distance among the others at all.
+    n0 = tl.maximum(-distance, 0)
+    n1 = tl.minimum((rows + SIZE - 1) // SIZE, (others + SIZE - 1) // SIZE - distance)
+    count = tl.maximum(n1 - n0, 0)
+    each = tl.maximum(count, 1)
+    turns = (B * count + 3) // 4
+    a = tl.arange(0, SIZE)[:, None]
+    w = tl.arange(0, SIZE)[None, :]
+    entry = a * stride + w
+    total = tl.zeros([SIZE, SIZE], tl.float32)
+    for turn in tl.range(quarter * turns, tl.minimum(quarter * turns + turns, B * count), num_stages=STAGES):
+        b = turn // each
+        r = (n0 + turn % each) * SIZE
+        place = r + distance * SIZE + shift // 16 * 16
+        lo, hi = stored(r, ranges, batch, b, rows, others, offset, ahead, behind, shift, WM, SIZE, SIZE, RANGED)
+        inside = (place >= lo) & (place < hi) & (r + a < rows)
+        at = dz + tl.cast(b * heads + local, tl.int64) * head + tl.cast(r, tl.int64) * stride + place
+        value = tl.load(at + entry, mask=inside, other=0.0).to(tl.float32)
+        if GATED:
+            at_gate = gate + tl.cast(b, tl.int64) * sg[0] + tl.cast(h0 + local, tl.int64) * sg[1] + (r + a) * sg[2]
+            value *= tl.load(at_gate, mask=r + a < rows, other=0.0).to(tl.float32)
+        total += value
+    # Entry (a, u) becomes (a, u + a): a diagonal is now a column, from SIZE − a on that of the tile before.
+    turned = tl.gather(total, (w + a) % SIZE, 1)
+    beyond = w + a >= SIZE
+    column = (distance * SIZE + shift // 16 * 16 - cmin // 16 * 16) + tl.arange(0, SIZE)
+    to = out + (tl.cast(local, tl.int64) * 8 + 2 * quarter) * length + 2 * quarter
+    tl.store(to + column, tl.sum(tl.where(beyond, 0.0, turned), 0), mask=(column >= 0) & (column < span))
+    column -= SIZE
+    tl.store(to + length + 1 + column, tl.sum(tl.where(beyond, turned, 0.0), 0), mask=(column >= 0) & (column < span))
 
 
 @triton.jit(do_not_specialize=_RUNTIME)

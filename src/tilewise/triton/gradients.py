@@ -14,7 +14,7 @@ from .cached import cached
 from .cancel import cancel
 from .config import Tiles, backward_tiles, fold_tiles, projection_tiles
 from .core_gradients import grad_key, grad_query
-from .fold import collect, reduce
+from .fold import collect, collect_scalars, reduce
 from .launch import cdiv, launch, next_power_of_2
 from .masks import BLOCK
 from .passes import fold_rows, prepare_rows, project_scores, shifted, store_probabilities, terms_of
@@ -76,6 +76,8 @@ class _Backward:
         self.cross = bool(self.qtables) and bool(self.ktables) and (self.parts_q or self.parts_k)
         self.sums = self._sums()
         self.tiles_q, self.tiles_k = self._tiles(False), self._tiles(True)
+        # Where no gradient comes from dS by keys, the pass over queries may decide its band on larger blocks.
+        self.block = (max(BLOCK, self.tiles_q.queries), BLOCK) if L.kind == "scalar" else (BLOCK, BLOCK)
         self.shape = projection_tiles(max(L.BD, L.BV), L.bytes, L.Tk, L.kind, L.limits.gpu)
         self.fold_shape = fold_tiles(max(L.BD, L.BV), L.bytes, L.Tk, L.limits.gpu)
 
@@ -113,10 +115,9 @@ class _Backward:
         # A table that the heads share: its gradient by head first, then one sum in the heads' order.
         self.by_head = {n: new(H, *grad.shape[1:]) for n, grad in self.table.items() if grad.shape[0] == 1}
 
-        tile = (BLOCK, BLOCK)
         buffers = len(L.projected) + len(L.values) - (self.in_place() is not None)
         buffers += bool(self.by_query) + bool(self.by_key) + bool(self.by_value)
-        head = max(L.geometry(False, tile).head, L.geometry(True, tile).head)
+        head = max(L.geometry(False, self.block).head, L.geometry(True, (BLOCK, BLOCK)).head)
         heads = L.heads_at_once(buffers * B * head * L.bytes)
         self.shares = [(h0, min(heads, H - h0)) for h0 in range(0, H, heads)]
         for h0, share in self.shares:
@@ -146,7 +147,7 @@ class _Backward:
     def _share(self, h0: int, heads: int):
         """Every step for query heads h0 … h0 + heads − 1 of all batches."""
         L = self.L
-        made = project_scores(L, (BLOCK, BLOCK), h0, heads, self.shape, made_before=L.keeping is not None)
+        made = project_scores(L, self.block, h0, heads, self.shape, made_before=L.keeping is not None)
         if h0 == 0:
             self._prepare(made)
         values = {}
@@ -158,7 +159,7 @@ class _Backward:
             # The pass over keys, which comes first, has read all of it by then.
             dz_q = Buffer(made[port].memory.view(L.dtype), made[port].geometry, made[port].n)
         elif self.by_query:
-            dz_q = L.buffer(L.geometry(False, (BLOCK, BLOCK)), heads, L.dtype)
+            dz_q = L.buffer(L.geometry(False, self.block), heads, L.dtype)
         dz_k = L.buffer(L.geometry(True, (BLOCK, BLOCK)), heads, L.dtype) if self.by_key else None
         if self.need_k or self.need_v or dz_k or self.parts_k or self.by_value:
             self._key_pass(made, values, dz_k, h0, heads)
@@ -294,18 +295,29 @@ class _Backward:
         x = {"scalar": L.lefts[n], "query": L.left_factor(n), "key": L.factors[1], "value": self.g}[port.kind]
         group = L.G if port.kind == "key" else 1
         width = 1 if scalar else grad.shape[2]
-        TM, CB, warps, stages, pack = fitted(self.fold_shape, g.rows, L.B)
-        length = -(-(g.last - g.first + 8) // CB) * CB
-        partial = torch.empty(heads, 8, length, width, dtype=torch.float32, device=L.device)
         offset, ahead, behind = L.band_args(g)
-        launch(
-            collect, (length // CB, heads * 8), dz.memory, L.anchor if x is None else x.x, v, partial,
-            L.ranges(g.keyed), (0, 0, 0) if x is None else x.strides, step, g.head, g.stride, L.H, group, h0, heads,
-            L.B, g.rows, g.others, offset, ahead, behind, g.shift, g.first, length, L.mask.batch, D=width,
-            BD=padded(width), WM=BLOCK, WN=BLOCK, TM=TM, PACK=pack, CB=CB, SIZE=BLOCK, RANGED=L.mask.ranged,
-            SCALAR=scalar, GATED=scalar and x is not None, BIASED=biased, PREC=L.precision, STAGES=stages,
-            num_warps=warps,
-        )  # fmt: skip
+        if scalar:
+            length = g.last - g.first + 8
+            partial = torch.empty(heads, 8, length, dtype=torch.float32, device=L.device)
+            # Distances of tiles from their rows, in blocks, whose diagonals have the columns from g.first to g.last.
+            near, far = (g.first - g.shift) // BLOCK, (g.last - 1 - g.shift) // BLOCK + 1
+            launch(
+                collect_scalars, (far - near + 1, heads * 4), dz.memory, L.anchor if x is None else x.x, partial,
+                L.ranges(False), (0, 0, 0) if x is None else x.strides, g.head, g.stride, h0, heads, L.B, g.rows,
+                g.others, offset, ahead, behind, g.shift, g.first, length - 8, L.mask.batch, length, near,
+                WM=g.tile[0], SIZE=BLOCK, RANGED=L.mask.ranged, GATED=x is not None, STAGES=4 if L.bytes == 2 else 2,
+                num_warps=4,
+            )  # fmt: skip
+        else:
+            TM, CB, warps, stages, pack = fitted(self.fold_shape, g.rows, L.B)
+            length = -(-(g.last - g.first + 8) // CB) * CB
+            partial = torch.empty(heads, 8, length, width, dtype=torch.float32, device=L.device)
+            launch(
+                collect, (length // CB, heads * 8), dz.memory, x.x, v, partial, L.ranges(g.keyed), x.strides, step,
+                g.head, g.stride, L.H, group, h0, heads, L.B, g.rows, g.others, offset, ahead, behind, g.shift, g.first,
+                length, L.mask.batch, D=width, BD=padded(width), WM=BLOCK, WN=BLOCK, TM=TM, PACK=pack, CB=CB,
+                SIZE=BLOCK, RANGED=L.mask.ranged, BIASED=biased, PREC=L.precision, STAGES=stages, num_warps=warps,
+            )  # fmt: skip
         order, starts = _by_row(port.rows, g, grad.shape[1], L.device)
         left, right = L.ends[n] if L.sides else (-1, -1)
         distinct = [row for row in dict.fromkeys((left, right)) if row >= 0]

@@ -182,9 +182,9 @@ def fold_rows(L, n, buffer, acc, sums, out, scale, h0, heads, group, shape) -> N
         out if acc is None else acc, L.anchor if sums is None else sums, out, L.ranges(g.keyed), *at.args,
         L.head_stride(n), table.stride(1), table, (0, 0, 0) if acc is None else acc.stride()[:3], out.stride()[:3],
         left, right, scale, g.head, g.stride, L.H, group, h0, heads, L.B, g.rows, g.others, offset, ahead, behind,
-        g.shift, g.first, g.span, L.mask.batch, D=width, BD=padded(width), WM=BLOCK, WN=BLOCK, TM=TM, PACK=pack,
-        CB=CB, SIZE=BLOCK, RANGED=L.mask.ranged, ACC=acc is not None, SUMS=sums is not None, SCALAR=scalar,
-        PREC=L.precision, STAGES=stages, num_warps=warps,
+        g.shift, g.first, g.span, L.mask.batch, D=width, BD=padded(width), WM=g.tile[0], WN=g.tile[1],
+        TM=TM, PACK=pack, CB=CB, SIZE=BLOCK, RANGED=L.mask.ranged, ACC=acc is not None, SUMS=sums is not None,
+        SCALAR=scalar, PREC=L.precision, STAGES=stages, num_warps=warps,
     )  # fmt: skip
 
 

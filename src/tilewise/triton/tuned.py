@@ -116,12 +116,13 @@ def shape_error(what: str, kind: str, shape: object) -> str | None:
     names = _SHAPES[what]
     if not isinstance(shape, (list, tuple)) or len(shape) != len(names) or not all(type(n) is int for n in shape):
         return f"{len(names)} integers: {', '.join(names)}"
-    # Both passes of the backward, and what is left to a fold afterwards, decide their bands on 64 × 64 blocks.
+    # Both passes of the backward, and what is left to a fold afterwards, decide their bands on 64 × 64 blocks; with
+    # scalar terms alone nothing else depends on the band of the pass over queries.
     most = 256
     if what == "keys" or (what in ("forward", "queries") and kind == "value"):
         most = 64
     elif what == "queries":
-        most = 128 if kind == "plain" else 64
+        most = 128 if kind in ("plain", "scalar") else 64
     powers = [2**n for n in range(4, 9) if 2**n <= most]
     for name, n in zip(names[:2], shape[:2], strict=True):
         if n not in powers:
