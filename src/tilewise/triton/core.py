@@ -95,9 +95,9 @@ def attend(q, k, v, qx, vx, o, lse, terms, z0, z1, z2, z3, z4, z5, z6, z7, rule,
            DV: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, UNIT: tl.constexpr,
            BANDS: tl.constexpr, EDGES: tl.constexpr, BAND: tl.constexpr, SIDES: tl.constexpr, SHIFT_Q: tl.constexpr,
            SHIFT_V: tl.constexpr, RANGED: tl.constexpr, MASKED: tl.constexpr, ELEMENTWISE: tl.constexpr,
-           DROPOUT: tl.constexpr, EXACT: tl.constexpr, NEGATIVE: tl.constexpr, PREC: tl.constexpr, TMA: tl.constexpr,
-           STAGES: tl.constexpr, BAND_STAGES: tl.constexpr):  # fmt: skip
-    """O and lse of BM queries: program (block, batch·heads)."""
+           DROPOUT: tl.constexpr, EXACT: tl.constexpr, NEGATIVE: tl.constexpr, SCALAR: tl.constexpr,
+           PREC: tl.constexpr, TMA: tl.constexpr, STAGES: tl.constexpr, BAND_STAGES: tl.constexpr):  # fmt: skip
+    """O and lse of BM queries: program (block, batch·heads). SCALAR: all terms are numbers an offset."""
     blocks = (Tq + BM - 1) // BM
     i0 = tl.program_id(0) % blocks * BM
     n = tl.program_id(0) // blocks
@@ -120,8 +120,9 @@ def attend(q, k, v, qx, vx, o, lse, terms, z0, z1, z2, z3, z4, z5, z6, z7, rule,
     if not SHIFT_Q:
         # Once for all loops, each of which would wait for it.
         qs = load_rows(q, sq, b, h, i0, Tq, D, BM, BD, TMA)
-    # Where nothing but the edge differs between the sides, one loop takes both.
-    BOTH: tl.constexpr = BAND and SIDES and not (SHIFT_Q or SHIFT_V or MASKED or EXACT or NEGATIVE)
+    # Where nothing but the edge differs between the sides, one loop takes both. With edges that are products of a row,
+    # ptxas would run all its products one after the other.
+    BOTH: tl.constexpr = SCALAR and BAND and SIDES and not (SHIFT_Q or SHIFT_V or MASKED or EXACT or NEGATIVE)
     if BOTH:
         acc, l, m = _attend(acc, l, m, edge, qs, k, sk, hk, v, sv, b, hk, terms, zs, rule, seed, c, drop, b, h, n, bh,
                             i0, ba, be, Tq, Tk, offset, left, right, D, DV, BD, BV, BM, BN, BANDS, False, DROPOUT,

@@ -63,8 +63,8 @@ def forward(call: Call, o: Tensor, lse: Tensor, kept: Tensor | None = None) -> N
             UNIT=BLOCK, BANDS=tuple(f[0] for f in functions), EDGES=tuple(f[1] for f in functions) if L.sides else (),
             BAND=bool(L.ports), SIDES=L.sides, SHIFT_Q=bool(qtables), SHIFT_V=bool(vtables), RANGED=L.mask.ranged,
             MASKED=L.masked(L.block_of(tiles)[1]), ELEMENTWISE=L.mask.elementwise, DROPOUT=call.dropout_p > 0.0,
-            EXACT=L.bytes == 4, NEGATIVE=call.scale < 0.0, PREC=L.precision, TMA=tma, STAGES=tiles.stages,
-            BAND_STAGES=tiles.band_stages, num_warps=tiles.warps, num_stages=tiles.stages,
+            EXACT=L.bytes == 4, NEGATIVE=call.scale < 0.0, SCALAR=L.kind == "scalar", PREC=L.precision, TMA=tma,
+            STAGES=tiles.stages, BAND_STAGES=tiles.band_stages, num_warps=tiles.warps, num_stages=tiles.stages,
         )  # fmt: skip
     if L.values:
         _fold_values(L, out, o, lse, shape, tma)
