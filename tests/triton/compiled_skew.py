@@ -1,4 +1,4 @@
-"""Compiles the kernels that skew in registers for sm_90, without a GPU: prints one JSON line a kernel.
+"""Compiles the kernels that skew in registers, and a portable forward, for sm_90, without a GPU: a JSON line a kernel.
 
 Each has its shared memory, registers, spilled bytes, loop-invariant register operands (:mod:`compiled`), accesses of
 device memory narrower than 4 bytes, the places where the order of its PTX does not protect shared memory, and how often
@@ -9,6 +9,7 @@ import json
 import re
 import subprocess
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -16,12 +17,14 @@ import triton
 from compiled import compile_for, invariant_operands
 from relative_checks import call_of
 
+from tilewise import Options
 from tilewise import triton as kernels
 from tilewise.testing import Sizes
 from tilewise.triton import config, plan
 from tilewise.triton.config import Limits
 from tilewise.triton.launch import launcher
 
+KERNELS = ("attend_band", "query_pass", "key_pass", "collect_tiles", "spread", "sum_rows", "attend")
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 
@@ -67,7 +70,7 @@ def main():
     config.SKEW_IN_REGISTERS = True
 
     def warm(kernel, grid, *args, **meta):
-        if kernel.__name__ not in ("attend_band", "query_pass", "key_pass", "collect_tiles", "spread", "sum_rows"):
+        if kernel.__name__ not in KERNELS:
             return
         made = kernel.warmup(*args, grid=grid, **meta)
         ptx = made.asm["ptx"]
@@ -84,6 +87,8 @@ def main():
         kernels.forward(call, o, lse)
         leaves = [call.q, call.k, call.v, *call.tensors]
         kernels.backward(call, o, None, o, lse, [True] * len(leaves), [torch.empty_like(x) for x in leaves])
+    # The portable forward, whose projections lie in memory.
+    kernels.forward(replace(call, options=Options(skew="memory")), o, lse)
 
 
 if __name__ == "__main__":

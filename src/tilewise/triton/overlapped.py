@@ -46,8 +46,8 @@ SHAPES = {64: Shape(128, 168), 128: Shape(64, None)}
 masked, which needs more registers. At width 128 tiles of 128 × 128 took 1.66 ms for 1.59 with T5's term."""
 
 BIASED_FROM = 1024
-"""Keys from which calls with a term take this kernel: at 512 it took 5 % longer than the portable one, whose tiles of
-64 keys waste less of a band; at 2,048 8 % less. Without a term it won at both."""
+"""Keys from which calls with a term take this kernel: at 512 it took 10 % longer than the portable one, whose tiles of
+64 keys waste less of a band; at 2,048 7 % less. Without a term it won at both."""
 
 _STAGES = gl.constexpr(2)
 
