@@ -10,7 +10,7 @@ import triton.language as tl
 from tilewise.depth.triton.common import rstd, source_rows
 
 
-@triton.jit(do_not_specialize=["T", "n", "S", "s_stride_q", "s_stride_n", "span"])
+@triton.jit(do_not_specialize=["T", "n", "S", "s_stride_q", "s_stride_n", "span", "source_stride8", "row_stride8"])
 def combine_many_kernel(
     base,
     table,
@@ -78,7 +78,7 @@ def _source(base, table, s_ptr, j, n, t, c, m, mx, l, source_stride8, row_stride
     return v, tl.where(j < n, tl.exp(s - mx) / l, 0.0)
 
 
-@triton.jit(do_not_specialize=["n", "s_stride_n"])
+@triton.jit(do_not_specialize=["n", "s_stride_n", "source_stride8", "row_stride8", "update_stride8", "slot_stride8"])
 def read_kernel(
     base,
     table,

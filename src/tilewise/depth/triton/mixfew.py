@@ -6,7 +6,17 @@ import triton.language as tl
 from tilewise.depth.triton.common import rstd, source_rows, sum2
 
 
-@triton.jit(do_not_specialize=["n"])
+@triton.jit(
+    do_not_specialize=[
+        "n",
+        "source_stride8",
+        "row_stride8",
+        "update_stride8",
+        "prefix_stride8",
+        "new_stride8",
+        "block_stride8",
+    ]
+)
 def mix_few_kernel(
     base,
     table,

@@ -23,7 +23,9 @@ def _take(v, q, mx, l, o, eps, D: tl.constexpr):
     return new, l * old + e, o * old + e * v
 
 
-@triton.jit(do_not_specialize=["n"])
+@triton.jit(
+    do_not_specialize=["n", "source_stride8", "update_stride8", "prefix_stride8", "new_stride8", "block_stride8"]
+)
 def mix_fwd_kernel(
     sources,
     table,
@@ -122,7 +124,7 @@ def _give(v, q, h, dh, mx, l, eps, D: tl.constexpr):
     return a * dh + ds * (r * q - (s * r * r / D) * v), ds * r * v
 
 
-@triton.jit(do_not_specialize=["T", "n"])
+@triton.jit(do_not_specialize=["T", "n", "source_stride8"])
 def mix_bwd_kernel(
     dy_ptr,
     dp_ptr,

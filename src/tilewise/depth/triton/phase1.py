@@ -55,7 +55,20 @@ def _put_scores(
         tl.store(r_at + t, r, mask=(t < T) & first)
 
 
-@triton.jit(do_not_specialize=["T", "S", "chunk", "splits", "s_stride_q", "s_stride_n", "part_stride", "r_part_stride"])
+@triton.jit(
+    do_not_specialize=[
+        "T",
+        "S",
+        "chunk",
+        "splits",
+        "s_stride_q",
+        "s_stride_n",
+        "part_stride",
+        "r_part_stride",
+        "source_stride8",
+        "row_stride8",
+    ]
+)
 def scores_kernel(
     base,
     table,
@@ -198,7 +211,7 @@ def _weights(s_ptr, mx, l, ms, t, j, hit, s_stride_q, s_stride_n):
     return tl.exp(s - mx[:, None]) / l[:, None]
 
 
-@triton.jit(do_not_specialize=["T", "n", "S", "s_stride_q", "s_stride_n", "span"])
+@triton.jit(do_not_specialize=["T", "n", "S", "s_stride_q", "s_stride_n", "span", "source_stride8", "row_stride8"])
 def combine_kernel(
     base,
     table,

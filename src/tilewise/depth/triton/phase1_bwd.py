@@ -11,7 +11,7 @@ import triton.language as tl
 from tilewise.depth.triton.common import add_kept, source_rows
 
 
-@triton.jit(do_not_specialize=["T", "n", "S"])
+@triton.jit(do_not_specialize=["T", "n", "S", "do_stride8", "source_stride8", "row_stride8"])
 def inner_kernel(
     do_ptr,
     do_table,
@@ -99,7 +99,7 @@ def weights_kernel(
         tl.store(c_ptr + jt + t, tl.sum(ds * s, 0) * r * r / D, mask=t < T)
 
 
-@triton.jit(do_not_specialize=["T", "n", "S"])
+@triton.jit(do_not_specialize=["T", "n", "S", "do_stride8", "source_stride8", "row_stride8", "grad_stride8"])
 def source_grad_kernel(
     do_ptr,
     do_table,
