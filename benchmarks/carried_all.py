@@ -4,7 +4,7 @@
 
 Most important first, each in a process of its own, in OUT/carried.json: `goals` times the set's cells that decide, our
 plans and the same kernels without a carry, each beside PyTorch's attention in every round; `others` the remaining rows.
-`checks` are the smoke tests and decoding, `report` the tables of it all. Only where named:
+`checks` are the smoke tests, compiled blocks and decoding, `report` the tables of it all. Only where named:
 `step` says what host and GPU do in the 4,096 tokens' step (carried_step.py). A step that fails or runs into its limit
 costs only itself; what is left of the seconds is shared out in proportion. About 260 s on an H200 with 16 processors.
 """
@@ -29,7 +29,7 @@ STEPS: dict[str, tuple[int, list[str]]] = {
                      "--systems", "plain,tilewise-recompute,eager,tilewise-stored",
                      "--cases", "step,step-window,block,block-window"]),
     "checks": (72, ["carried_kernels.py", "--out", "{out}", "tests", "decoding", "--until", "{run}",
-                    "--select", "smoke"]),
+                    "--select", "smoke or compiled"]),
     "report": (8, ["-c", CLI, "report", "{out}/carried.json", "--no-plots"]),
     "step": (45, ["carried_step.py", "--out", "{out}/carried_step.json", "--seconds", "{run}"]),
 }  # fmt: skip

@@ -1,24 +1,59 @@
-"""A compiled block against the eager one for three lengths; prints each plan and how many graphs were compiled."""
+"""A compiled block against the eager one for two lengths; prints each plan and how many graphs were compiled.
+
+With the argument ``cuda``: the kernels on a GPU, in bf16, compiled by Inductor; prints the plans.
+"""
+
+import sys
 
 import torch
 from carried_cases import CarriedConfig, grads_of, inputs, run
 
-torch.manual_seed(0)
-for plan in ("recompute", "mixed"):
+from tilewise.carried.triton import launch
+
+GPU = sys.argv[1:] == ["cuda"]
+SIZES = {"d": 64, "dtype": torch.bfloat16, "device": "cuda"} if GPU else {"dtype": torch.float32}
+OPTIONS = {"impl": "triton", "windows": 200} if GPU else {"impl": "blocked", "tile": 16, "windows": 20}
+PLANS = ("recompute", "mixed", "stored") if GPU else ("recompute", "mixed")
+# In bf16 a product that Inductor forms may be rounded elsewhere than the eager one.
+TOLERANCE = {"rtol": 2e-2, "atol": 2e-2} if GPU else {"rtol": 1e-6, "atol": 1e-6}
+
+
+def check(plan):
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     layers = 3 if plan == "mixed" else 2
-    config = CarriedConfig(impl="blocked", tile=16, layers=layers, plan=plan, windows=20)
+    config = CarriedConfig(layers=layers, plan=plan, **OPTIONS)
 
-    @torch.compile(fullgraph=True, dynamic=True, backend="aot_eager")
-    def block(q, k, v, config=config):
+    @torch.compile(fullgraph=True, dynamic=True, backend="inductor" if GPU else "aot_eager")
+    def block(q, k, v):
         return run(config, q, k, v)
 
-    for T in (37, 81):
-        q, k, v = inputs(layers=layers, T=T, dtype=torch.float32)
+    for T in (300, 520) if GPU else (37, 81):
+        q, k, v = inputs(layers=layers, T=T, **SIZES)
         weights = [torch.randn_like(o) for o in q]
         eager, compiled = run(config, q, k, v), block(q, k, v)
         grads = [grads_of(o, [*q, *k, *v], weights) for o in (eager, compiled)]
         for a, b in zip([*eager, *grads[0]], [*compiled, *grads[1]], strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
-    print(f"{plan}:{torch._dynamo.utils.counters['stats']['unique_graphs']}")
+            torch.testing.assert_close(a, b, **TOLERANCE)
+    print(plan if GPU else f"{plan}:{torch._dynamo.utils.counters['stats']['unique_graphs']}")
+
+
+def check_that_the_kernels_conditions_can_be_traced():
+    """Up to the last one, as on a GPU; the device is what keeps them from this one."""
+    launch.INTERPRETED = True
+    config = CarriedConfig(impl="triton", plan="stored")
+
+    @torch.compile(fullgraph=True, backend="eager")
+    def refused(q, k, v):
+        return q.new_zeros(()) if launch.refusal(q, k, v, config) is None else q.new_ones(())
+
+    for dtype, wanted in ((torch.float16, 0), (torch.bfloat16, 1)):
+        assert refused(*(x[0] for x in inputs(layers=1, dtype=dtype))) == wanted
+    print("refusal")
+
+
+torch.manual_seed(0)
+for plan in PLANS:
+    check(plan)
+if not GPU:
+    check_that_the_kernels_conditions_can_be_traced()

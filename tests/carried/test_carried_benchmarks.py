@@ -70,7 +70,7 @@ def test_blocks_find_their_kernels_compiled(monkeypatch, programs, label):
 
 def test_every_gpu_test_says_what_it_launches():
     names = {name for name in vars(test_kernels_gpu) if name.startswith("test_")}
-    assert names == {*test_kernels_gpu.LAUNCHED, "test_uninitialised_memory_is_nan"}
+    assert names == {*test_kernels_gpu.LAUNCHED, "test_uninitialised_memory_is_nan", "test_compiled_blocks"}
 
 
 @pytest.mark.parametrize("name", ["parts", "documents"])

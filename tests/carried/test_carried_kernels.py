@@ -45,7 +45,8 @@ def test_decode_kernel_under_the_interpreter():
 
 
 def test_more_planes_than_a_grid_takes_are_refused(monkeypatch):
-    monkeypatch.setattr(launch.triton.knobs.runtime, "interpret", True)
+    monkeypatch.setattr(launch, "INTERPRETED", True)
+    monkeypatch.setattr(decode.triton.knobs.runtime, "interpret", True)
     for B, why in ((32767, None), (32768, "65536; the kernels? takes? up to 65535")):
         x = torch.empty(1, dtype=torch.float16).expand(B, 2, 1, 16)
         for found in (launch.refusal(x, x, x, CarriedConfig(tile=16)), decode.refusal(x, x, x, None, None)):
@@ -117,7 +118,8 @@ def test_kernels_stay_within_shared_memory(capability):
 def test_widths_for_which_no_tile_is_small_enough_are_refused(monkeypatch):
     """fp32 of width 256 where a program has 99 KiB: four layers cannot be summed, one can."""
     small = Limits.of((8, 6), 101376)
-    monkeypatch.setattr(launch.triton.knobs.runtime, "interpret", True)
+    monkeypatch.setattr(launch, "INTERPRETED", True)
+    monkeypatch.setattr(decode.triton.knobs.runtime, "interpret", True)
     for module in (launch, decode):
         monkeypatch.setattr(module, "limits_of", lambda device: small)
     x = torch.empty(1, 8, 16, 256)

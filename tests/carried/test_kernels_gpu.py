@@ -4,8 +4,11 @@ The sizes are a 3B model's: 20 query heads on 4 key heads, d = 128. Uninitialise
 tiles that nothing wrote would show. LAUNCHED says what each test launches, so that it can be compiled beforehand.
 """
 
+import subprocess
+import sys
 from collections.abc import Callable
 from contextlib import contextmanager
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
@@ -289,6 +292,14 @@ def test_4096_tokens_within_budget(plan, window):
         for name, a, b, c in zip(NAMES, got, low, exact, strict=True):
             n = 5 if name.startswith(("O", "dQ")) else 1
             assert_within_budget(f"{name}, key head {g}", a[:, g * n : (g + 1) * n], b, c)
+
+
+def test_compiled_blocks():
+    """In a process of its own: Dynamo cannot trace the poisoned torch.empty of this one."""
+    script = Path(__file__).with_name("compiled_block.py")
+    done = subprocess.run([sys.executable, script, "cuda"], capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.split() == ["recompute", "mixed", "stored"]
 
 
 @pytest.mark.parametrize("plan", PLANS)

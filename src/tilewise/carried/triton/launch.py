@@ -15,12 +15,15 @@ from .prepare import LOG2E, MOST, PLANES, TYPES, Backward, Facts, backward_of, f
 
 __all__ = ["backward", "forward", "refusal"]
 
+INTERPRETED = triton.knobs.runtime.interpret
+"""Whether kernels run in Triton's interpreter, asked when they were decorated: a traced graph cannot ask Triton."""
+
 
 def refusal(q: Tensor, k: Tensor, v: Tensor, config: CarriedConfig) -> str | None:
     """Why the kernels cannot run a call, or None."""
-    if q.device.type != "cuda" and not triton.knobs.runtime.interpret:
+    if q.device.type != "cuda" and not INTERPRETED:
         return f"q is on {q.device.type}; the kernels run on cuda"
-    if q.dtype == torch.bfloat16 and triton.knobs.runtime.interpret:
+    if q.dtype == torch.bfloat16 and INTERPRETED:
         return "q is torch.bfloat16, whose bits Triton's interpreter multiplies as integers; nearest legal call: fp16"
     if q.dtype not in TYPES:
         return f"q is {q.dtype}; the kernels take fp16, bf16 and fp32"
