@@ -269,6 +269,22 @@ def test_serving_contract(n, write, delta, ahead, monkeypatch):
     assert torch.equal(bank, b2)
 
 
+@pytest.mark.parametrize("delta", [True, False])
+def test_serving_contract_with_rows_of_any_stride(delta):
+    """Strides of 27 and 33 elements: no row but the first is 16-byte aligned."""
+    T, NB, d = 3, 4, 24
+    prefix, bank = torch.randn(T, d + 3).half()[:, 3:], torch.randn(T, NB, d + 9).half()[:, :, 1 : d + 1]
+    change = torch.randn(T, d + 1).half()[:, 1:] if delta else None
+    args = 1 + 0.1 * torch.randn(d), torch.randn(d) / 4, torch.rand(d) + 0.5, 2, 3, 1e-5, 1e-4
+    p2, b2, kept = prefix.clone(), bank.clone(), bank.clone()
+    expected = R.fused_attn_res(p2, change, b2, *args)
+    y = depth.fused_attn_res(prefix, change, bank, *args, impl="triton")
+    torch.testing.assert_close(y, expected, atol=2e-3, rtol=2e-3)
+    assert torch.equal(prefix, p2)
+    assert torch.equal(bank, b2)
+    assert torch.equal(bank[:, :3], kept[:, :3])
+
+
 def test_contracts_hold_for_the_kernels():
     v, w, _, o, u, p = make(2, 3, 2, 16, torch.float32)
     op, norm, tests = torch.ops.tilewise, (1e-6, 1e-6, "triton"), ("test_schema", "test_faketensor")

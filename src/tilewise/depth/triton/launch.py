@@ -148,16 +148,19 @@ def _sum(update: Tensor | None, prefix: Tensor | None, new: Tensor | None) -> Te
 
 
 def serve_(prefix, delta, blocks, q, g, w, num_blocks, block_write_idx, eps, output_eps):
-    """See :func:`tilewise.depth.eager.serve_`: one launch, in place."""
+    """See :func:`tilewise.depth.eager.serve_`: one launch, in place.
+
+    Rows that are not 16-byte aligned are copied to aligned ones and back, a launch for each tensor that has them.
+    """
     block = blocks[:, block_write_idx] if block_write_idx >= 0 else None
-    aligned = all(x is None or rows(x) is x for x in (prefix, block))
-    if not aligned:
-        raise ValueError(
-            f"prefix, blocks: rows must be contiguous and 16-byte aligned; found strides {prefix.stride()} and "
-            f"{blocks.stride()}; impl='eager' takes any strides"
-        )
     sources = [blocks[:, j] for j in range(num_blocks)]
-    return _mix(sources, delta, prefix, None if delta is None else prefix, block, q, g, w, eps, output_eps)
+    at, into = (None if x is None else rows(x) for x in (prefix, block))
+    y = _mix(sources, delta, at, None if delta is None else at, into, q, g, w, eps, output_eps)
+    if delta is not None and at is not prefix:
+        prefix.copy_(at)
+    if into is not block:
+        block.copy_(into)
+    return y
 
 
 def mix_bwd(dy, dp, sources, p, q, w, eps, output_eps, into=None, fresh=False):
