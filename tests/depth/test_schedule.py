@@ -5,7 +5,9 @@ import pytest
 import torch
 
 from tilewise.depth.schedule import Schedule, layers_from_sublayers, sublayers_from_layers
+from tilewise.depth.stream import Reads, begin
 from tilewise.nn import AttnRes
+from tilewise.nn.stream import Stream
 from tilewise.testing import assert_within_budget
 
 PLANS = {
@@ -143,6 +145,36 @@ def test_deep_stack_in_bf16(how):
         ("dx", "dupdates", "dquery", "dkey"), zip(got[1], dense[1], oracle[1], strict=True), strict=True
     ):
         assert_within_budget(name, *values)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_full_has_the_gradients_of_its_equations_where_it_was_trained(dtype):
+    """d 256 and 16 sublayers, as in the training comparison: against autograd over the equations in fp64."""
+    L, d, T = 16, 256, 32
+    leaves = [t.to(dtype) for t in (
+        torch.randn(T, d) / 2, torch.randn(L + 1, d) / 8, 1 + 0.2 * torch.randn(L + 1, d), torch.randn(L, 96, d) / 16,
+        torch.randn(L, d, 96) / 32, 1 + 0.2 * torch.randn(L + 1, d),
+    )]  # fmt: skip
+    seed = torch.randn(T, d).to(dtype)
+
+    def run(dtype, ours):
+        x, query, key, a, b, norms = xs = [t.to(dtype, copy=True).requires_grad_() for t in leaves]
+        norm = lambda h, l: torch.nn.functional.rms_norm(h, (d,), norms[l], 1e-6)  # noqa: E731
+        layer = lambda l, y: torch.tanh(y @ a[l].T) @ b[l].T  # noqa: E731
+        if ours:
+            reads = Reads(query, key, 0, L, impl="eager")
+            stream = Stream(Schedule.full_attention(L), reads.apart(), begin(x), norms=norms[:L].unbind(0))
+            for l in range(L):
+                stream.write(l, layer(l, stream.read(l)))
+            out = stream.output(norms[L])
+        else:
+            functions = [lambda h, l=l: layer(l, norm(h, l)) for l in range(L)]
+            out = norm(naive.full(x, functions, query, key)[1], L)
+        return [out, *torch.autograd.grad(out, xs, seed.to(dtype))]
+
+    names = ("output", "embedding", "query", "key weight", "up", "down", "norm")
+    for name, *found in zip(names, run(dtype, True), run(dtype, False), run(torch.float64, False), strict=True):
+        assert_within_budget(name, *found)
 
 
 def test_norm_is_fused_into_every_kind_of_read():
