@@ -20,7 +20,7 @@ HERE = Path(__file__).resolve().parent
 
 STEPS = {
     "check": (110, "relative_kernels.py check --compile-seconds {compile} --seconds {run} --out {json}"),
-    "time": (120, "relative_kernels.py time extra --lengths 128,256,512,2048,8192 --compile-seconds {compile} "
+    "time": (120, "relative_kernels.py time extra --lengths 128,256,512,1024,2048,8192 --compile-seconds {compile} "
                  "--seconds {run} --out {json}"),
     "numerics": (110, "relative_numerics.py --lengths 1024,4096,8192,16384 --compile-seconds {compile} "
                       "--seconds {run} --out {json}"),

@@ -141,8 +141,9 @@ def passes_of(call, do):
 EXTRA = [
     ("t5", 8192, HALF, 128, False), ("t5", 2048, HALF, 128, False), ("shaw", 8192, HALF, 128, False),
     ("deberta", 8192, HALF, 128, False), ("txl", 8192, HALF, 128, False),
+    ("none", 8192, HALF, 128, False),
     *((case, 8192, BRAIN, 64, False) for case in ("t5", "shaw", "deberta", "txl")),
-    *((case, 8192, HALF, 64, True) for case in ("t5", "shaw", "txl")),
+    *((case, 8192, HALF, 64, True) for case in ("none", "t5", "shaw", "txl")),
 ]  # fmt: skip
 """(case, length, dtype, width, causal) of what is timed beside the usual."""
 
