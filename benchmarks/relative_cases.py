@@ -63,6 +63,11 @@ CHECKS = [
     ("deberta", "none", HALF, sizes(2304, d=96), 0.0),
     ("deberta", "none", HALF, sizes(2304), 0.1),
     ("shaw", "causal", BRAIN, sizes(), 0.2),
+    *(("t5", mask, HALF, sizes(1100), 0.0) for mask in ("none", "causal", "window", "lengths", "packed", "holes")),
+    ("t5", "none", HALF, sizes(1100, Hk=2), 0.0),
+    ("t5", "none", HALF, sizes(700, 1500), 0.0),
+    ("t5", "lengths", HALF, sizes(1030, d=128), 0.0),
+    *(("none", "none", HALF, sizes(1100, d=d), 0.0) for d in (64, 128)),
 ]  # fmt: skip
 
 

@@ -70,7 +70,7 @@ FORCED = {
     "shares": {},
 }
 """Variants of a check; `shares`: a budget of 40 row blocks."""
-OTHERS = {"attend", "attend_linear", "grad_key", "grad_query", "project"}
+OTHERS = {"attend", "grad_key", "grad_query", "project"}
 
 
 @contextmanager

@@ -156,9 +156,6 @@ def fewest(kernel: str, a: dict, windows: dict[int, float], programs: int) -> tu
         if "stats" in a:
             read += _size(a["stats"], share)
         return read, rows(*written) + stored
-    if kernel == "attend_linear":
-        left = 0.0 if a["w"].base is a["q"].base else rows("w")
-        return rows("q", "k", "v") + left + _size(a["p"].base), rows("o", "lse")
     if kernel == "fold":
         return windows.get(_key(a["dz"]), 0.0) + (rows("acc") if a["ACC"] else 0.0) + _size(a["table"]), rows("out")
     if kernel == "collect":

@@ -55,7 +55,7 @@ def _unshared(call: Call) -> list[str]:
     if torch.compiler.is_compiling():
         # Where the tensors lie is known when the call runs, and checked there.
         return []
-    return [f"options.skew is 'shared', but {reason}" for reason in in_shared_memory(Layout(call))[1]]
+    return [f"options.skew is 'shared', but {reason}" for reason in in_shared_memory(Layout(call))]
 
 
 def kept(call: Call) -> tuple[int, torch.dtype]:

@@ -32,9 +32,11 @@ def forward(call: Call, o: Tensor, lse: Tensor, kept: Tensor | None = None) -> N
         if not overlapped.unsuited(L):
             return overlapped.forward(L, o, lse)
     if kept is None and (call.options.skew == "shared" or (call.options.skew == "auto" and L.limits.hopper)):
-        module, reasons = in_shared_memory(L)
-        if module is not None:
-            return module.forward(L, o, lse)
+        reasons = in_shared_memory(L)
+        if not reasons:
+            from . import band
+
+            return band.forward(L, o, lse)
         if call.options.skew == "shared":
             raise Unsupported(f"options.skew='shared' cannot run this call: {'; '.join(reasons)}; 'memory' runs it")
     tiles = L.forward_tiles()
@@ -70,20 +72,13 @@ def forward(call: Call, o: Tensor, lse: Tensor, kept: Tensor | None = None) -> N
         _fold_values(L, out, o, lse, shape, tma)
 
 
-def in_shared_memory(L: Layout):
-    """(the module whose forward makes the projections of a call in its loops, why none does)."""
-    from . import linear
+def in_shared_memory(L: Layout) -> list[str]:
+    """Why no Hopper kernel makes the projections of a call in its loops; empty where one does (:mod:`.band`)."""
+    if not config.SKEW_IN_REGISTERS:
+        return ["config.SKEW_IN_REGISTERS is False"]
+    from . import band
 
-    reasons = linear.unsuited(L)
-    if L.call.scale < 0.0:
-        reasons.append(f"scale is {L.call.scale}; it takes scales ≥ 0")
-    if config.SKEW_IN_REGISTERS:
-        from . import band
-
-        reasons = band.unsuited(L)
-        if not reasons:
-            return band, []
-    return (None, reasons) if reasons else (linear, [])
+    return band.unsuited(L)
 
 
 def shifted(L: Layout, x: Source, wanted: bool) -> Source:
