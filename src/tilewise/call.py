@@ -28,9 +28,10 @@ class Options:
     """How the kernels compute a call; what they compute stays the same. ``"auto"`` leaves a choice to them.
 
     Attributes:
-        skew: where a query term with an identity map (Transformer-XL) is shifted into place in the forward: in
-            ``"shared"`` memory, with memory linear in the lengths (Hopper GPUs), or in device ``"memory"``, N² a head
-            with the heads in turn (any GPU). Auto: shared where it can be.
+        skew: where products with the rows of a query or key term's table are shifted into place: inside the kernels,
+            a tile at a time, with memory linear in the lengths (``"shared"``: Hopper GPUs, the forward and where there
+            are kernels for it the backward), or in device ``"memory"``, of an identity map (Transformer-XL) N² a head
+            with the heads in turn (any GPU). Auto: shared where it can be and was not measured to be slower.
         projections: products of q and k with the tables' rows that the forward made are kept for the backward
             (``"keep"``) or made again (``"recompute"``). Auto: kept for sequences so short that no tile of
             scores is beyond the offsets that the maps tell apart, if they take no more memory than q, k, v and O. Where
