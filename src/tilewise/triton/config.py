@@ -148,5 +148,7 @@ def _fit(tiles: Tiles, d: int, bytes_: int, limits: Limits) -> Tiles:
             tiles = replace(tiles, stages=min(tiles.stages, 2), band_stages=min(tiles.band_stages, 2))
         elif tiles.stages > 1 and longest <= 32:
             tiles = replace(tiles, stages=1, band_stages=1)
+        elif tiles.queries != tiles.keys:
+            tiles = replace(tiles, queries=min(tiles.queries, tiles.keys), keys=min(tiles.queries, tiles.keys))
         else:
             tiles = replace(tiles, queries=max(tiles.queries // 2, 16), keys=max(tiles.keys // 2, 16))

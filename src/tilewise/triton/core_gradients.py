@@ -117,7 +117,7 @@ def grad_query(q, k, v, g, qx, kx, vx, dq, stats, stat, pad, terms, z0, z1, z2, 
                                             pa, pe, Tq, Tk, offset, left, right, D, DV, BD, BV, BM, BN, (), (), False,
                                             SUMS, part != 1, DROPOUT, PREC, TMA, STAGES)  # fmt: skip
             if SUMS == "block":
-                tl.store(sums + (side * B * H + bh) * blocks + i0 // BM, tl.sum(tl.sum(rows, 1), 0))
+                tl.store(sums + (side * B * H + bh) * blocks + i0 // BM, tl.sum(rows))
             if SUMS == "row":
                 tl.store(sums + side * plane + at, tl.sum(rows, 1), mask=i < Tq)
             if PARTS:

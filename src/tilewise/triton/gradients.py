@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
@@ -83,7 +85,11 @@ class _Backward:
 
     def _tiles(self, keyed: bool) -> Tiles:
         L = self.L
-        return backward_tiles(max(L.BD, L.BV), L.bytes, L.Tk, L.kind, keyed, L.limits)
+        tiles = backward_tiles(max(L.BD, L.BV), L.bytes, L.Tk, L.kind, keyed, L.limits)
+        # A mask, or products that keep both operands in registers, spill 176 to 700 bytes where a tile has 128 rows.
+        if L.kind == "scalar" and (L.masked() or not L.limits.descriptors):
+            tiles = replace(tiles, queries=min(tiles.queries, BLOCK))
+        return tiles
 
     def _sums(self) -> str:
         """Which sums of dS over a saturated side the end rows need: none, one a block of queries, or one a query."""
