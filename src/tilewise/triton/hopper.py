@@ -22,18 +22,18 @@ def dtype_of(x: torch.dtype):
     return gl.float16 if x == torch.float16 else gl.bfloat16
 
 
-def rows_layout(width: int, dtype: torch.dtype):
-    """The shared layout of 64 rows: what both the copies and the products read."""
-    return gl.NVMMASharedLayout.get_default_for([TILE, width], dtype_of(dtype))
+def rows_layout(width: int, dtype: torch.dtype, rows: int = TILE):
+    """The shared layout of so many rows: what both the copies and the products read."""
+    return gl.NVMMASharedLayout.get_default_for([rows, width], dtype_of(dtype))
 
 
-def tiles_of(x: Source | Tensor) -> TensorDescriptor:
-    """Tiles of 64 rows of a [B, H, T, d] tensor, or of a table [H, R, d]."""
+def tiles_of(x: Source | Tensor, rows: int = TILE) -> TensorDescriptor:
+    """Tiles of so many rows of a [B, H, T, d] tensor, or of a table [H, R, d]."""
     if isinstance(x, Source):
         tensor, strides = x.x, x.strides
     else:
         tensor, strides = x, tuple(x.stride()[:-1])
-    box = [1] * (tensor.dim() - 2) + [TILE, tensor.shape[-1]]
+    box = [1] * (tensor.dim() - 2) + [rows, tensor.shape[-1]]
     layout = gl.NVMMASharedLayout.get_default_for(box, dtype_of(tensor.dtype))
     return TensorDescriptor(tensor, list(tensor.shape), [*strides, 1], box, layout)
 

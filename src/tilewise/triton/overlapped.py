@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -21,10 +20,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from .buffers import Slab
-from .hopper import dtype_of, misfits
+from .hopper import dtype_of, misfits, rows_layout, tiles_of
 from .launch import cdiv, launch
 from .masks import BLOCK
 from .plan import Layout, Source
@@ -240,29 +238,21 @@ def unsuited(L: Layout) -> list[str]:
     return reasons + misfits(L)
 
 
-def _rows_of(x: Source | Tensor, rows: int, dtype: torch.dtype) -> TensorDescriptor:
-    """Tiles of so many rows of a [B, H, T, d] tensor."""
-    x = x if isinstance(x, Source) else Source(x)
-    box = [1, 1, rows, x.x.shape[-1]]
-    layout = gl.NVMMASharedLayout.get_default_for(box, dtype_of(dtype))
-    return TensorDescriptor(x.x, list(x.x.shape), [*x.strides, 1], box, layout)
-
-
 def forward(L: Layout, o: Tensor, lse: Tensor) -> None:
     """Write O and lse of a call that :func:`unsuited` has nothing against."""
-    shape, dtype = SHAPES[L.d], dtype_of(L.dtype)
-    layout = lambda rows: gl.NVMMASharedLayout.get_default_for([rows, L.d], dtype)  # noqa: E731
+    shape = SHAPES[L.d]
     slab, table, heads, ends = Slab(L.q.x, 0, 0), L.q.x, 1, (-1, -1)
     if L.ports:
         slab, table, heads, ends = L.slab(0, (BLOCK, shape.keys)), L.tables[0], L.tables[0].shape[0], L.ends[0]
     masked = L.masked(shape.keys) or L.mask.elementwise
     launch(
-        attend_overlapped, (cdiv(L.Tq, BLOCK) * L.B * L.H,), _rows_of(L.q, BLOCK, L.dtype),
-        _rows_of(L.k, shape.keys, L.dtype), _rows_of(L.v, shape.keys, L.dtype), _rows_of(o, BLOCK, L.dtype), lse,
-        slab.memory, table, L.mask.rule, L.mask.queries, L.c, 1.0 / L.call.scale, L.H, L.G, heads, L.Tq, L.Tk,
+        attend_overlapped, (cdiv(L.Tq, BLOCK) * L.B * L.H,), tiles_of(L.q), tiles_of(L.k, shape.keys),
+        tiles_of(L.v, shape.keys), tiles_of(Source(o)), lse, slab.memory, table, L.mask.rule, L.mask.queries, L.c,
+        1.0 / L.call.scale, L.H, L.G, heads, L.Tq, L.Tk,
         L.call.offset, L.lo, L.hi, slab.memory.stride(0), slab.width, slab.shift - L.call.offset, *ends,
         L.head_stride(0) if L.ports else 0, table.stride(1), L.mask.left, L.mask.right, L.mask.batch, D=L.d,
-        DTYPE=dtype, BM=BLOCK, BN=shape.keys, TERM=bool(L.ports), SIDES=bool(L.ports) and L.sides,
-        RANGED=L.mask.ranged, MASKED=masked, ROWS_Q=layout(BLOCK), ROWS_K=layout(shape.keys), num_warps=BLOCK // 16,
+        DTYPE=dtype_of(L.dtype), BM=BLOCK, BN=shape.keys, TERM=bool(L.ports), SIDES=bool(L.ports) and L.sides,
+        RANGED=L.mask.ranged, MASKED=masked, ROWS_Q=rows_layout(L.d, L.dtype),
+        ROWS_K=rows_layout(L.d, L.dtype, shape.keys), num_warps=BLOCK // 16,
         **({"maxnreg": shape.registers} if shape.registers and not masked else {}),
     )  # fmt: skip
