@@ -100,6 +100,16 @@ def sweeps():
         )
     rows = ["264 4 3", "132 8 3", "264 4 2", "264 8 2", "396 4 2"]
     add("merge backward", "merge_bwd", TRAIN, "merge_bwd", "programs num_warps STAGES", rows, 6, small)
+    # The first row of each is the table's.
+    names = "programs num_warps STAGES BD TAIL"
+    for d, rows in (
+        (2304, ["264 4 3 2048 256", "264 8 3 4096 0", "264 8 3 2048 512", "132 8 3 2048 512"]),
+        (7168, ["132 16 2 8192 0", "132 16 1 8192 0", "132 16 2 4096 4096", "264 8 2 4096 4096"]),
+    ):
+        where = lambda T, wide, *_, d=d: not config.few(T) and wide == d  # noqa: E731
+        add(f"merge backward, d {d}", "merge_bwd", (8192, d), "merge_bwd", names, rows, 6, where)
+        rows = ["29", "30"] if d == 2304 else ["9", "10"]
+        add(f"phase 1 backward 8, d {d}", "dv", (8192, d, 8, 6), "dv_tiles", "programs", rows, 2 * 14 + 4 * 8, where)
     rows = ["128 4 2 4", "128 8 2 4", "128 4 3 4", "128 4 2 6", "128 8 2 8"]
     for n in (8, 2):
         label, names = f"phase 1 backward {n}", "BD num_warps STAGES factor"
