@@ -79,6 +79,10 @@ def perform(job) -> None:
         from relative_biases import perform as of_biases
 
         of_biases(*rest)
+    elif kind == "scalars":
+        from relative_scalars import backward_of
+
+        backward_of(*rest, "meta")()
     elif kind == "linear":
         from relative_linear import perform as of_linear
 
