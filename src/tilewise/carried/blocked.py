@@ -187,9 +187,12 @@ def _accumulate(
 
 
 def _keys(K: Tensor, centre: list[Tensor], j: int, row: _Row, real: torch.dtype) -> Tensor:
-    """The keys of a row, less their mean if scores are centred: E's rows sum to zero, so dQ is the same."""
+    """The keys of a row, less their mean if scores are centred: E's rows sum to zero, so dQ is the same.
+
+    Any shift of a row is right, so a mean that a later key makes infinite or NaN is 0 there: rows before it stay.
+    """
     K = K[:, :, row.columns].to(real)
-    return K - centre[j].to(real)[:, :, None] if centre else K
+    return K - centre[j].to(real).nan_to_num(0.0, 0.0, 0.0)[:, :, None] if centre else K
 
 
 def _scores(U: Tensor, opt: Options) -> tuple[Tensor, Tensor | float]:

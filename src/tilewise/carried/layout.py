@@ -50,6 +50,8 @@ class TileLayout:
             compute where a row starts instead of reading it.
         plain: whether all layers are causal and nothing else.
         bounds: int32 [layers, 2, 1 or B, Tq], of all layers.
+        shown: None if every key is seen by some query, else the keys that are (bool [1 or B, 1, Tk, 1]) and
+            Tk / their number (fp32 [1 or B, 1, 1]).
 
     Args:
         config: the block's options.
@@ -95,7 +97,10 @@ class TileLayout:
             first, end = _hull(first, end, *spans[kind])
         counts = end - first
         base = counts.cumsum(0) - counts - first
-        self.total, self.back = self._count(config, mask, counts)
+        # Layers of which windows differ are never centred, which is what wants to know.
+        shown = self._shown(config, mask, *seen[kinds[0]]) if config.uniform else None
+        self.total, self.back, hides = self._count(config, mask, counts, shown)
+        self.shown = _with_factor(shown) if hides else None
         self.layers: list[LayerTiles] = []
         count = (Tk + self.tile - 1) // self.tile
         columns = {kind: _columns(*spans[kind], *wholes[kind], count) for kind in spans}
@@ -115,19 +120,50 @@ class TileLayout:
         """Tiles of one head in a buffer: the live ones and one that nothing reads."""
         return self.total + 1
 
-    def _count(self, config: CarriedConfig, mask: Mask | None, counts: Tensor) -> tuple[int, int]:
-        """Live tiles a head, known without reading the device for causality and windows alone; and `back`."""
+    def mean(self, k: Tensor) -> Tensor:
+        """k̄ [B, Hk, d] in fp32 (fp64 for fp64), over the keys that some query of their sequence sees.
+
+        A key that none sees is not multiplied by 0, which would keep NaN, but left out. Nothing is read back.
+        """
+        real = torch.promote_types(k.dtype, torch.float32)
+        if self.shown is None:
+            return k.mean(2, dtype=real)
+        seen, factor = self.shown
+        return torch.where(seen, k, 0.0).mean(2, dtype=real) * factor
+
+    def _shown(self, config: CarriedConfig, mask: Mask | None, lo: Tensor, hi: Tensor) -> Tensor | None:
+        """Which keys some query sees, bool [1 or B, Tk]; None where it is clear from the options that all are."""
+        if mask is None:
+            if self.Tq == self.Tk and self.offset == 0:
+                return None
+            if config.window(0) is None and (not config.causal or self.offset + self.Tq >= self.Tk):
+                return None
+        # Intervals begin and end; keys within any are where more have begun than ended.
+        steps = torch.zeros(lo.shape[0], self.Tk + 1, dtype=torch.int32, device=lo.device)
+        one = torch.ones_like(lo)
+        steps = steps.scatter_add(1, lo.long(), one).scatter_add(1, hi.long(), -one)
+        return steps.cumsum(1)[:, :-1] > 0
+
+    def _count(
+        self, config: CarriedConfig, mask: Mask | None, counts: Tensor, shown: Tensor | None
+    ) -> tuple[int, int, bool]:
+        """Live tiles a head, known without reading the device for causality and windows alone; `back`; and whether
+        a key may be hidden from all queries."""
         if mask is not None and (mask.bounds is not None or mask.left != UNBOUNDED or mask.right != UNBOUNDED):
-            return int(counts.sum()), -1
+            if shown is None:
+                return int(counts.sum()), -1, False
+            total, hidden = torch.stack((counts.sum(), (~shown).sum())).tolist()
+            return total, -1, hidden > 0
+        hides = shown is not None
         rows, columns = (self.Tq + self.tile - 1) // self.tile, (self.Tk + self.tile - 1) // self.tile
         windows = [config.window(i) for i in range(config.layers)]
         back = columns if None in windows else -(-(max(windows) - 1) // self.tile)
         if self.Tq == self.Tk and self.offset == 0:
             ramp = torch.sym_min(rows, back + 1)
             below = ramp * (ramp - 1) // 2 + (rows - ramp) * back
-            return rows + below * (1 if config.causal else 2), ramp - 1 if config.causal else -1
+            return rows + below * (1 if config.causal else 2), ramp - 1 if config.causal else -1, hides
         # Queries that start anywhere: a bound, at most two tiles a row above the count.
-        return rows * torch.sym_min(columns, back + 2 if config.causal else 2 * back + 2), -1
+        return rows * torch.sym_min(columns, back + 2 if config.causal else 2 * back + 2), -1, hides
 
     def buffer(self, B: int, H: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """An uninitialised packed buffer [B, H, total + 1, tile, tile]."""
@@ -136,6 +172,12 @@ class TileLayout:
     def nbytes(self, B: int, H: int, itemsize: int = 2) -> int:
         """Bytes of one packed buffer."""
         return B * H * self.slots * self.tile**2 * itemsize
+
+
+def _with_factor(shown: Tensor) -> tuple[Tensor, Tensor]:
+    """Seen keys and what turns the mean over all keys, zero where hidden, into theirs."""
+    count = shown.sum(1, dtype=torch.float32).clamp(min=1.0)
+    return shown[:, None, :, None], (shown.shape[1] / count)[:, None, None]
 
 
 def by_token(like: Tensor, *shape: int, dtype: torch.dtype | None = None) -> Tensor:

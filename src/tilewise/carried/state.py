@@ -131,7 +131,7 @@ def carried_attention(
     gains = [] if config.scaling != "gain" else [*carry._gains, gain if gain is not None else q.new_ones(H)]
     centres = []
     if config.centred and carry.decision.plan != "recompute" and not last:
-        centres = [*carry._centres, k.detach().mean(2, dtype=torch.promote_types(k.dtype, torch.float32))]
+        centres = [*carry._centres, layout.mean(k.detach())]
     z_in, z_out, call = _step(carry, layout, gains, q, last)
     n = max(call.forward, call.backward)
     first = len(queries) - n

@@ -215,7 +215,10 @@ def softmax_argument(u, scale, bend, SOFTCAP: tl.constexpr):
 
 @triton.jit(do_not_specialize=["H", "G", "Tq"])
 def row_shift(q, mean, out, sq, H, G, Tq, D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr):
-    """out[b, h, i] = q_i · k̄ in fp32: what centring subtracts from row i. mean is [B, H/G, D]."""
+    """out[b, h, i] = q_i · k̄ in fp32: what centring subtracts from row i. mean is [B, H/G, D].
+
+    Any shift of a row is right, so a mean that a later key makes infinite or NaN is 0 there: rows before it stay.
+    """
     i0 = tl.program_id(0) * BM
     bh = tl.program_id(1)
     b = bh // H
@@ -223,6 +226,7 @@ def row_shift(q, mean, out, sq, H, G, Tq, D: tl.constexpr, BD: tl.constexpr, BM:
     d = tl.arange(0, BD)
     tile = load_rows(q, sq, b, h, i0, Tq, D, BM, BD, False).to(tl.float32)
     k = tl.load(mean + (b * (H // G) + h // G) * D + d, mask=d < D, other=0.0)
+    k = tl.where(tl.abs(k) < float("inf"), k, 0.0)
     i = i0 + tl.arange(0, BM)
     tl.store(out + tl.cast(bh, tl.int64) * Tq + i, tl.sum(tile * k[None, :], 1), mask=i < Tq)
 
