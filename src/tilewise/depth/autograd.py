@@ -18,9 +18,9 @@ __all__ = ["Combine", "Complete", "Mix", "Phase1", "Phase2", "Scores"]
 _op = torch.ops.tilewise
 
 
-def _some(x: Tensor) -> Tensor | None:
-    """An empty output of a contract means "there is none"."""
-    return x if x.numel() else None
+def _if(there: bool, x: Tensor) -> Tensor | None:
+    """An output that a contract may lack; an empty tensor alone does not say so: there may be no tokens."""
+    return x if there else None
 
 
 class Mix(torch.autograd.Function):
@@ -46,7 +46,7 @@ class Mix(torch.autograd.Function):
                 return (None,) * (7 + len(sources))
             dy = torch.zeros_like(p)
         grads, dprefix, dq, dw = _op.depth_mix_bwd(dy.contiguous(), dp, sources, p, q, w, *ctx.args)
-        dprefix, dw = _some(dprefix), _some(dw)
+        dprefix, dw = _if(p is not None, dprefix), _if(w is not None, dw)
         return None, None, None, dprefix, dprefix if ctx.prefixed else None, dq, _like(dw, w), *grads
 
 
@@ -96,7 +96,9 @@ class Phase2(torch.autograd.Function):
         if dy is None and dp is None:
             return (None,) * 9
         dy = torch.zeros_like(o1) if dy is None else dy.contiguous()
-        dprefix, do, dlse, dq, dw = (_some(x) for x in _op.depth_phase2_bwd(dy, dp, p, o1, lse, q, w, *ctx.args))
+        dprefix, do, dlse, dq, dw = _op.depth_phase2_bwd(dy, dp, p, o1, lse, q, w, *ctx.args)
+        dprefix, dlse, dq = (_if(p is not None, x) for x in (dprefix, dlse, dq))
+        dw = _if(w is not None, dw)
         return None, None, None, dprefix, dprefix if ctx.prefixed else None, do, dlse, dq, _like(dw, w)
 
 
@@ -170,9 +172,10 @@ class Combine(torch.autograd.Function):
 def _scores_bwd(ds, q, s, r, sources):
     dq, grads = torch.zeros_like(q), []
     for j, v in enumerate(sources):
-        v_, dr = wide(v).flatten(0, -2), (ds[:, j] * r[j]).flatten(1)
+        v_ = wide(v).reshape(-1, v.shape[-1])
+        dr = (ds[:, j] * r[j]).reshape(len(ds), v_.shape[0])
         dq = dq + dr @ v_
-        shrink = ((ds[:, j] * s[:, j]).sum(0) * r[j].square() / v.shape[-1]).flatten()
+        shrink = ((ds[:, j] * s[:, j]).sum(0) * r[j].square() / v.shape[-1]).reshape(-1)
         grads.append((dr.mT @ q - shrink[:, None] * v_).to(v.dtype).reshape(v.shape))
     return dq, grads
 

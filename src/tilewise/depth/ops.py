@@ -17,7 +17,7 @@ from tilewise.depth import eager
 from tilewise.depth.checks import check_impl
 from tilewise.depth.reference import fold_queries
 
-__all__ = ["backend", "check_call", "fold", "triton_reasons"]
+__all__ = ["backend", "check_call", "fold", "owned", "triton_reasons"]
 
 MAX_WIDTH = 16384
 _lib = torch.library.Library("tilewise", "FRAGMENT")
@@ -74,8 +74,13 @@ def _or_empty(x: Tensor | None, like: Tensor) -> Tensor:
     return like.new_empty(0) if x is None else x
 
 
+def owned(x: Tensor, shape: torch.Size) -> Tensor:
+    """A fresh contiguous result in another shape, which autograd takes for no view: its owner may work in place."""
+    return x if x.shape == shape else torch.ops.aten._unsafe_view(x.contiguous(), shape)
+
+
 def _shaped(x: Tensor | None, like: Tensor) -> Tensor:
-    return like.new_empty(0) if x is None else x.reshape(like.shape)
+    return like.new_empty(0) if x is None else owned(x, like.shape)
 
 
 def _stat(x: Tensor) -> torch.dtype:
@@ -93,7 +98,7 @@ def _mix(sources, update, prefix, q, w, eps, output_eps, impl):
     like = sources[0] if sources else prefix if update is None else update
     p, y = backend(impl, like).mix_fwd(_flats(sources), _flat(update), _flat(prefix), q, w, eps, output_eps)
     summed = update is not None and prefix is not None
-    return _shaped(p if summed else None, like), y.reshape(like.shape)
+    return _shaped(p if summed else None, like), owned(y, like.shape)
 
 
 def _mix_fake(sources, update, prefix, q, w, eps, output_eps, impl):
@@ -142,7 +147,7 @@ def _complete_fake(update, prefix, q, eps, impl):
 def _combine(sources, s, impl):
     o1, lse = backend(impl, sources[0]).combine(_flats(sources), s.flatten(2) if s.ndim > 2 else s[..., None])
     shape = sources[0].shape
-    return o1.reshape(len(s), *shape), lse.reshape(len(s), *shape[:-1])
+    return owned(o1, torch.Size((len(s), *shape))), owned(lse, torch.Size((len(s), *shape[:-1])))
 
 
 def _combine_fake(sources, s, impl):
@@ -151,7 +156,8 @@ def _combine_fake(sources, s, impl):
 
 
 def _phase1_bwd(do1, dlse, sources, q, s, lse, r, impl):
-    flat = [None if x is None else x.flatten(k) for x, k in ((dlse, 1), (s, 2), (lse, 1), (r, 1))]
+    T = r.shape[1:].numel()
+    flat = [None if x is None else x.reshape(*x.shape[:k], T) for x, k in ((dlse, 1), (s, 2), (lse, 1), (r, 1))]
     do = [x.reshape(-1, x.shape[-1]) for x in do1.unbind(0)]
     grads, dq = backend(impl, do1).phase1_bwd(do, flat[0], _flats(sources), q, *flat[1:])
     return [g.reshape(v.shape) for g, v in zip(grads, sources, strict=True)], dq
@@ -165,7 +171,7 @@ def _phase2(update, prefix, o1, lse, q, w, eps, output_eps, impl):
     lse = None if lse is None else lse.reshape(-1)
     run = backend(impl, o1).phase2_fwd
     p, y = run(_flat(update), _flat(prefix), _flat(o1), lse, q, w, eps, output_eps)
-    return _shaped(p if prefix is not None else None, o1), y.reshape(o1.shape)
+    return _shaped(p if prefix is not None else None, o1), owned(y, o1.shape)
 
 
 def _phase2_fake(update, prefix, o1, lse, q, w, eps, output_eps, impl):

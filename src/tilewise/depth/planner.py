@@ -21,7 +21,8 @@ class MemoryPlan:
         resident: tokens that one device holds at a time, after chunking and sharding.
         sources: slots of the bank.
         bank: completed blocks, or outputs for Full.
-        phase1: normalised outputs and fp32 lse of the largest two-phase group, and the table of fp32 scores.
+        phase1: normalised outputs and lse of the largest two-phase group, and the table of scores; these two in fp32,
+            or in fp64 for a stream in fp64.
         running: prefix, update and normalised input of the sublayer at work.
         shards, chunk: as asked for.
     """
@@ -104,7 +105,8 @@ def plan_memory(
     queries = max((schedule.phase1_end(start) - start for start in starts), default=0)
     columns = schedule.max_sources if schedule.full else slots if queries else 0
     scores = (schedule.sublayers + 1) * columns
-    statistics = resident * (queries * (vector + 4) + 4 * scores)
+    wide = 8 if dtype == torch.float64 else 4
+    statistics = resident * (queries * (vector + wide) + wide * scores)
     return MemoryPlan(
         tokens, resident, slots, slots * resident * vector, statistics, 3 * resident * vector, shards, chunk
     )

@@ -149,7 +149,7 @@ def phase2(
 
 def phase2_first(o1: Tensor, output_weight: Tensor | None = None, *, output_eps: float = 1e-6) -> Tensor:
     """The first sublayer of a block has no partial sum: y = RMSNorm(o1) * output_weight."""
-    return rms_norm(wide(o1), output_weight, output_eps).to(o1.dtype)
+    return o1.clone() if output_weight is None else rms_norm(wide(o1), output_weight, output_eps).to(o1.dtype)
 
 
 def fused_attn_res(

@@ -89,7 +89,8 @@ class Schedule:
             its outputs (`[queries, T, d]`), one more read of the sources for each further call.
 
     Raises:
-        ValueError: starts that are empty, unordered or out of range.
+        TypeError: a number that is no integer.
+        ValueError: starts that are empty, unordered or out of range, or a size that is negative.
 
     Example:
         >>> Schedule.block(10, 4).starts
@@ -105,6 +106,14 @@ class Schedule:
     max_queries: int | None = None
 
     def __post_init__(self) -> None:
+        whole = {"sublayers": self.sublayers, "one_pass_sources": self.one_pass_sources}
+        whole |= {f"starts[{n}]": start for n, start in enumerate(self.starts)}
+        whole |= {} if self.max_queries is None else {"max_queries": self.max_queries}
+        for name, value in whole.items():
+            if not isinstance(value, int) or isinstance(value, bool):
+                raise TypeError(f"{name}: found {value!r}, expected an integer")
+        if self.one_pass_sources < 0:
+            raise ValueError(f"one_pass_sources: found {self.one_pass_sources}, expected 0 (never one pass) or more")
         if self.sublayers < 1:
             raise ValueError(f"sublayers: found {self.sublayers}, expected at least 1")
         if not self.starts or self.starts[0] != 0:
@@ -204,6 +213,8 @@ class Schedule:
 
         Counted as the operators are defined: one-pass reads its sources, the prefix and the update and writes prefix
         and input; phase 1 reads its sources once and writes one vector a query; phase 2 reads update, prefix and o1.
+        A block of several sublayers is completed by the read that follows it (:class:`tilewise.depth.InferenceState`;
+        the output read for the last block): that reads prefix and update instead of their sum, and writes the sum.
         For Full a sublayer's output is read once for its scores and then once by each later sublayer of its group.
         """
         read = written = 0
@@ -222,4 +233,6 @@ class Schedule:
             else:
                 read += 1 + min(i, 2)
                 written += 1 + (i > 1)
+            closes = not self.full and l == v.end - 1 > v.start
+            read, written = read + closes, written + closes
         return read + self.max_sources, written + 1

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from tilewise.depth.accumulators import Share, Sum, accumulators, flattened, shaped
-from tilewise.depth.checks import check_matrix, check_sources
-from tilewise.depth.ops import backend, check_call, fold
+from tilewise.depth.checks import check_matrix, check_sources, check_vector
+from tilewise.depth.ops import backend, check_call, fold, owned
 from tilewise.depth.sources import Fixed
 from tilewise.once import current_pass, once
 
@@ -53,7 +53,7 @@ class _SharedMix(torch.autograd.Function):
         flat = [x.flat for x in sums]
         ctx.save_for_backward(q, w, *flat)
         ctx.sums, ctx.args, ctx.run = sums, (eps, output_eps), run
-        return shaped(run.mix_fwd(flat, None, None, q, w, eps, output_eps)[1], values[0].shape)
+        return owned(run.mix_fwd(flat, None, None, q, w, eps, output_eps)[1], values[0].shape)
 
     @staticmethod
     @once
@@ -93,11 +93,14 @@ def mix_norm_shared(
 
     Raises:
         TypeError: a source is not a SharedSource.
+        ValueError: a shape or device that does not fit.
     """
     holders = _shared(sources)
     values = [h.value for h in holders]
-    _, dtype, _ = check_sources(values)
+    shape, dtype, device = check_sources(values)
     check_call(impl, values[0])
+    for name, x in (("query", query), ("key_weight", key_weight), ("output_weight", output_weight)):
+        check_vector(name, x, shape[-1], device)
     run = backend("eager" if impl == "reference" else impl, values[0])
     output_eps = eps if output_eps is None else output_eps
     q = fold(query, key_weight, dtype)
@@ -324,8 +327,8 @@ class _Read(torch.autograd.Function):
         new, y = block.merge(i, flattened(update), flattened(prefix))
         ctx.save_for_backward(new)
         ctx.block, ctx.i, ctx.prefixed = block, i, prefix is not None
-        p = None if i == 0 else update if prefix is None else shaped(new, block.shape)
-        return p, shaped(y, block.shape)
+        p = None if i == 0 else update if prefix is None else owned(new, block.shape)
+        return p, owned(y, block.shape)
 
     @staticmethod
     @once

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from tilewise.depth import stream as functional
-from tilewise.depth.ops import backend, check_call
+from tilewise.depth.checks import FLOATS, check_norms, check_update, check_weight
+from tilewise.depth.ops import backend, check_call, owned
 from tilewise.depth.reference import fold_queries
 from tilewise.depth.schedule import Schedule, Visit
 from tilewise.depth.stream import Reads
@@ -26,11 +27,17 @@ class InferenceState:
 
     Args:
         schedule: the plan.
-        reads: :meth:`tilewise.nn.AttnRes.reads` of the trained module; its queries are folded here, once.
+        reads: :meth:`tilewise.nn.AttnRes.reads` of the trained module; its queries are folded here, once, so that a
+            later change of the parameters (a training step, a checkpoint that is loaded) needs a new state.
         max_tokens: tokens of the largest step (batch included).
-        device, dtype: of the stream; None means those of the queries.
+        device, dtype: of the stream; None means those of the queries. A float dtype.
         overlap_tokens: in steps of at most this many tokens on CUDA, phase 1 of a block runs on a stream of its own,
             beside the block's first sublayer, whose input does not need it. 0 turns it off.
+
+    Raises:
+        TypeError: a dtype that is no float.
+        ValueError: no tokens, reads of a part of the sublayers or of another schedule's blocks, or an implementation
+            that cannot run.
 
     Attributes:
         bank: slots b_0, b_1, .. ; the last block stays the running prefix and needs none.
@@ -62,11 +69,16 @@ class InferenceState:
             raise ValueError(
                 f"reads: found sublayers {reads.first} to {reads.last}, expected 0 to {schedule.sublayers}"
             )
+        made = reads.schedule
+        if made is not None and (made.full != schedule.full or (not made.full and made.starts != schedule.starts)):
+            raise ValueError(f"reads: found those of {made}, expected those of {schedule}, or one with the same blocks")
         self.schedule = schedule
         self.reads = reads._replace(query=reads.query.detach(), key_weight=reads.key_weight.detach())
         self.max_tokens, self.overlap_tokens = max_tokens, overlap_tokens
         device = reads.query.device if device is None else torch.device(device)
         dtype = reads.query.dtype if dtype is None else dtype
+        if dtype not in FLOATS:
+            raise TypeError(f"dtype: found {dtype}, expected one of {', '.join(map(str, FLOATS))}")
         slots, d = schedule.sublayers if schedule.full else len(schedule.starts), reads.query.shape[-1]
         self.bank = torch.zeros(slots, max_tokens, d, device=device, dtype=dtype)
         check_call(reads.impl, self.bank)
@@ -124,8 +136,10 @@ class InferenceState:
             norms: the weights of all input norms, if they are known now; `read(l)` then returns the normalised input.
 
         Raises:
-            ValueError: more tokens than the bank holds, or another dtype or device.
+            TypeError: norms that are no sequence of tensors.
+            ValueError: more tokens than the bank holds, another dtype or device, or norms that are not L weights `[d]`.
         """
+        check_norms(norms, self.schedule.sublayers, self.bank.shape[-1])
         if embedding.dtype != self.bank.dtype or embedding.device != self.bank.device:
             raise ValueError(
                 f"embedding: found {embedding.dtype} on {embedding.device}, expected {self.bank.dtype} on "
@@ -160,13 +174,17 @@ class InferenceStream:
 
     @torch.no_grad()
     def read(self, sublayer: int, norm_weight: Tensor | None = None) -> Tensor:
-        """Input of sublayer l; with `norm_weight` after its RMSNorm.
+        """Input of sublayer l; with `norm_weight` after its RMSNorm. The caller's own: no part of the bank.
 
         Raises:
+            TypeError: a weight that is no tensor.
             ValueError: l is not the next sublayer, a later step has begun, or the weight is not `[d]`, or another one
                 than at the start.
         """
-        self._check(f"read({sublayer})", sublayer == self.position and (sublayer == 0 or self._update is not None))
+        self._check(
+            f"read({sublayer})",
+            sublayer == self.position < self._owner.schedule.sublayers and (sublayer == 0 or self._update is not None),
+        )
         norm_weight = functional.chosen_norm(self._norms, sublayer, norm_weight)
         self._check_weight(norm_weight)
         self.position += 1
@@ -177,34 +195,50 @@ class InferenceStream:
         else:
             y = self._block(sublayer, norm_weight)
         self._update = None
-        return y.view(self._shape)
+        return owned(y, self._shape)
 
     @torch.no_grad()
     def write(self, sublayer: int, update: Tensor) -> None:
-        """Output of sublayer l, without any residual added. Kept until the next sublayer is read.
+        """Output of sublayer l, without any residual added. Kept, not copied: leave it as it is.
 
         Raises:
+            TypeError: no tensor of a float dtype.
             ValueError: l is not the sublayer read last, a later step has begun, or the shape differs.
         """
         self._check(f"write({sublayer})", sublayer == self.position - 1 and self._update is None)
-        if update.shape != self._shape:
-            raise ValueError(f"update: found shape {tuple(update.shape)}, expected {tuple(self._shape)}")
-        self._update = update.to(self._owner.bank.dtype).reshape(self._tokens, -1)
+        check_update(update, self._shape)
+        self._update = update.to(self._owner.bank.dtype).reshape(self._tokens, self._shape[-1])
 
     @torch.no_grad()
     def output(self, norm_weight: Tensor | None = None) -> Tensor:
-        """The output head's read over the embedding and all blocks.
+        """The output head's read over the embedding and all blocks. May be called again, with other weights too.
 
         Raises:
+            TypeError: a weight that is no tensor.
             ValueError: sublayers remain, a later step has begun, or the weight is not `[d]`.
         """
         self._check("output()", self.position == self._owner.schedule.sublayers and self._update is not None)
         self._check_weight(norm_weight)
         owner, row = self._owner, len(self._owner.q) - 1
-        if not owner.schedule.full:
-            return self._block(row, norm_weight).view(self._shape)
-        self._keep(row)
-        return self._read(row, None, range(row), None, norm_weight).view(self._shape)
+        if owner.schedule.full:
+            self._keep(row)
+            return owned(self._read(row, None, range(row), None, norm_weight), self._shape)
+        prefix = self._prefix
+        y = self._block(row, norm_weight)
+        # The update is still waiting: a second call adds it again.
+        self._prefix = prefix
+        return owned(y, self._shape)
+
+    def checkpoint(self, function: Callable[..., None], *args, **kwargs) -> None:
+        """Refused: inference keeps no activations, so there is nothing to recompute.
+
+        Raises:
+            RuntimeError: always.
+        """
+        raise RuntimeError(
+            "checkpoint: found a stream of an InferenceState, which records no gradients; read and write its sublayers "
+            "directly (recompute=False), or train with AttnRes"
+        )
 
     def _slot(self, number: int) -> Tensor:
         return self._owner.bank[number, : self._tokens]
@@ -336,10 +370,13 @@ class InferenceStream:
             raise ValueError(f"stream: found {call} on step {self._step}, expected the newest, {self._owner.steps}")
         if not legal:
             done = self.position - (self._update is None and self.position > 0)
-            raise ValueError(f"sublayer: found {call} after {done} written and {self.position} read sublayers")
+            last = self._owner.schedule.sublayers
+            hint = f", expected output(): all {last} are written" if done == last else ""
+            raise ValueError(f"sublayer: found {call} after {done} written and {self.position} read sublayers{hint}")
 
     def _check_weight(self, weight: Tensor | None) -> None:
         d = self._shape[-1]
+        check_weight("norm_weight", weight)
         if weight is not None and (weight.shape != (d,) or weight.device != self._owner.bank.device):
             raise ValueError(
                 f"norm_weight: found {tuple(weight.shape)} on {weight.device}, expected [{d}] on "

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tilewise.depth.checks import check_update, check_weight
 from tilewise.depth.functional import (
     mix_norm,
     mix_update,
@@ -58,6 +59,7 @@ class Reads(NamedTuple):
         output_eps: epsilon of the sublayers' input norms.
         impl: implementation of the operators.
         single: (rows of w, rows of g), if they are taken apart already: see :meth:`apart`.
+        schedule: the plan that the rows were made for, if it is known.
     """
 
     query: Tensor
@@ -68,6 +70,7 @@ class Reads(NamedTuple):
     output_eps: float = 1e-6
     impl: str = "auto"
     single: tuple[tuple[Tensor, ...], tuple[Tensor, ...]] | None = None
+    schedule: Schedule | None = None
 
     def apart(self) -> Reads:
         """The same with all rows taken apart at once: the backward of R single rows would fill R gradients `[R, d]`."""
@@ -87,8 +90,10 @@ def chosen_norm(norms: Sequence[Tensor] | None, sublayer: int, weight: Tensor | 
     """The norm weight of a read: the one given at the start of the stream, which the read may repeat, or its own.
 
     Raises:
+        TypeError: a weight that is no tensor.
         ValueError: another tensor than was given at the start.
     """
+    check_weight("norm_weight", weight)
     if norms is None:
         return weight
     if weight is not None and weight is not norms[sublayer]:
@@ -105,12 +110,12 @@ def write(state: State, update: Tensor) -> State:
     """Take the output of the sublayer that was read last. The sum with the prefix is left to the next read.
 
     Raises:
+        TypeError: an update that is no tensor of a float dtype.
         ValueError: an update that is waiting already, or of another shape than the stream.
     """
     if state.update is not None:
         raise ValueError("update: found a second write before a read, expected read and write to alternate")
-    if update.shape != state.sources[0].shape:
-        raise ValueError(f"update: found shape {tuple(update.shape)}, expected {tuple(state.sources[0].shape)}")
+    check_update(update, state.sources[0].shape)
     return state._replace(update=update.to(state.sources[0].dtype))
 
 
@@ -217,7 +222,9 @@ def _read_full(state: State, visit: Visit, reads: Reads, norm_weight: Tensor | N
     state = state._replace(o1=state.o1[1:], lse=state.lse[1:])
     if not state.o1:
         state = state._replace(scores=())
-    y = h if norm_weight is None else phase2_first(h, norm_weight, output_eps=reads.output_eps, impl=reads.impl)
+    # Without a norm a row of phase 1's outputs is copied too: the caller may work in place on what a read returns.
+    mixed = own and norm_weight is None
+    y = h if mixed else phase2_first(h, norm_weight, output_eps=reads.output_eps, impl=reads.impl)
     return y, state
 
 

@@ -96,6 +96,11 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(x.dtype)
 
 
+def causal_attention() -> Attend:
+    """The default attention of a :class:`Decoder`, without state between layers; a function by name pickles."""
+    return causal
+
+
 def causal(layer: int, q: Tensor, k: Tensor, v: Tensor, offset: int) -> Tensor:
     """Causal softmax attention; query i sees keys up to i + offset."""
     del layer
@@ -163,7 +168,8 @@ class Decoder(nn.Module):
     Args:
         config: sizes and the kind of residual.
         attention: called once a forward pass; returns the function (layer, q, k, v, offset) → o that attends. It may
-            keep state from layer to layer. The default is causal `scaled_dot_product_attention`.
+            keep state from layer to layer. The default is causal `scaled_dot_product_attention`. A model that is
+            pickled whole (`torch.save(model)`, spawned processes) needs a function by name here, no lambda.
 
     Example:
         >>> model = Decoder(DecoderConfig(vocab=256, d=64, layers=2, heads=4, kv_heads=2, hidden=128, residual="block"))
@@ -171,7 +177,7 @@ class Decoder(nn.Module):
         torch.Size([2, 16, 256])
     """
 
-    def __init__(self, config: DecoderConfig, attention: Callable[[], Attend] = lambda: causal) -> None:
+    def __init__(self, config: DecoderConfig, attention: Callable[[], Attend] = causal_attention) -> None:
         super().__init__()
         self.config, self.attention = config, attention
         self.embedding = nn.Embedding(config.vocab, config.d)
@@ -202,8 +208,18 @@ class Decoder(nn.Module):
             residual: called with (embedding, norms=weights of all input norms), makes the stream instead of the model's
                 own residual: an :class:`tilewise.depth.InferenceState`, a
                 :class:`tilewise.depth.parallel.SequenceSharded`.
-            recompute: activation checkpointing, one decoder layer at a time.
+            recompute: activation checkpointing, one decoder layer at a time; for training, so without a cache.
+
+        Raises:
+            ValueError: `recompute` with a cache, which a second run of a layer would write again, or a cache of another
+                batch.
         """
+        if cache is not None and recompute:
+            raise ValueError("recompute: found True with a cache, expected one of the two; pass recompute=False")
+        if cache is not None and tokens.shape[0] != cache.keys.shape[1]:
+            raise ValueError(
+                f"tokens: found {tokens.shape[0]} sequences, expected {cache.keys.shape[1]}, the cache's batch"
+            )
         start = 0 if cache is None else cache.length
         positions = torch.arange(start, start + tokens.shape[1], device=tokens.device)
         angles = rope(positions, self.config.d // self.config.heads, self.config.rope_theta)

@@ -12,20 +12,23 @@ class Order:
         self.next, self.last, self.reading = first, last, True
 
     def read(self, sublayer: int) -> None:
-        if not self.reading or sublayer != self.next:
-            expected = f"read({self.next})" if self.reading else f"write({self.next}, ...)"
-            raise ValueError(f"sublayer: found read({sublayer}), expected {expected}{self.hint()}")
+        if not self.reading or sublayer != self.next or self.next == self.last:
+            raise ValueError(f"sublayer: found read({sublayer}), expected {self.expected()}{self.hint()}")
         self.reading = False
 
     def write(self, sublayer: int) -> None:
         if self.reading or sublayer != self.next:
-            expected = f"read({self.next})" if self.reading else f"write({self.next}, ...)"
-            raise ValueError(f"sublayer: found write({sublayer}), expected {expected}{self.hint()}")
+            raise ValueError(f"sublayer: found write({sublayer}), expected {self.expected()}{self.hint()}")
         self.reading, self.next = True, self.next + 1
 
     def output(self) -> None:
         if self.next != self.last or not self.reading:
             raise ValueError(f"output: found {self.next} of {self.last} sublayers written, expected all")
+
+    def expected(self) -> str:
+        if self.reading and self.next == self.last:
+            return f"output(): all sublayers below {self.last} are written"
+        return f"read({self.next})" if self.reading else f"write({self.next}, ...)"
 
     def hint(self) -> str:
         return "; under activation checkpointing use stream.checkpoint(function, ...)" if self.next == self.last else ""

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from tilewise.depth import stream as functional
+from tilewise.depth.checks import check_eps, check_impl, check_norms
 from tilewise.depth.schedule import Schedule
 from tilewise.depth.stream import Reads, State
 
@@ -33,6 +34,10 @@ class AttnRes(nn.Module):
         save_o1: in eager training of a Block schedule with `norms`, keep phase 1's outputs until the backward: a tensor
             `[..., d]` more a sublayer, and no phase 1 in the backward. By default their scores are kept, not they.
         device, dtype: of the parameters.
+
+    Raises:
+        ValueError: a width below 1, an epsilon that is negative or not finite, a span outside the schedule, or an
+            unknown implementation.
 
     Attributes:
         query: w, `[R, d]`, zeros at the start: every read is the mean of its sources. The last row is the output
@@ -62,16 +67,41 @@ class AttnRes(nn.Module):
         first, last = (0, schedule.sublayers) if span is None else span
         if not 0 <= first < last <= schedule.sublayers:
             raise ValueError(f"span: found {span}, expected 0 <= first < last <= {schedule.sublayers}")
-        self.d, self.schedule, self.span = d, schedule, (first, last)
-        self.eps, self.output_eps, self.impl = eps, eps if output_eps is None else output_eps, impl
+        if d < 1:
+            raise ValueError(f"d: found {d}, expected at least 1")
+        check_impl(impl)
+        self.d, self.schedule, self.span, self.impl = d, schedule, (first, last), impl
+        self.eps, self.output_eps = eps, eps if output_eps is None else output_eps
         self.save_o1 = save_o1
         rows = last - first + (last == schedule.sublayers)
         self.query = nn.Parameter(torch.zeros(rows, d, device=device, dtype=dtype))
         self.key_weight = nn.Parameter(torch.ones(rows, d, device=device, dtype=dtype))
 
+    # As text: torch.compile(dynamic=True) makes a tensor of a module's float, which no autograd.Function takes (2.13).
+    @property
+    def eps(self) -> float:
+        """Epsilon of the key norm."""
+        return float(self._eps)
+
+    @eps.setter
+    def eps(self, value: float) -> None:
+        check_eps("eps", value)
+        self._eps = repr(float(value))
+
+    @property
+    def output_eps(self) -> float:
+        """Epsilon of the sublayers' input norms."""
+        return float(self._output_eps)
+
+    @output_eps.setter
+    def output_eps(self, value: float) -> None:
+        check_eps("output_eps", value)
+        self._output_eps = repr(float(value))
+
     def reads(self) -> Reads:
         """The parameters with the constants of the reads, as the functions of `tilewise.depth.stream` take them."""
-        return Reads(self.query, self.key_weight, *self.span, self.eps, self.output_eps, self.impl)
+        constants = self.eps, self.output_eps, self.impl
+        return Reads(self.query, self.key_weight, *self.span, *constants, schedule=self.schedule)
 
     def forward(
         self,
@@ -84,7 +114,7 @@ class AttnRes(nn.Module):
         """A stream for one forward pass, from the embedding `[..., d]` or from the state that another stream left.
 
         Args:
-            embedding: `[..., d]`, or `stream.state`.
+            embedding: `[..., d]`, or `stream.state`. Kept, not copied: leave it as it is during the pass.
             position: the sublayer to be read next; None means the first of the span.
             reads: the parameters in another form (sharded, shared between ranks); None means :meth:`reads`.
             norms: the weights `[d]` of all L sublayers' input norms, if they are known now; `read(l)` then returns the
@@ -93,14 +123,14 @@ class AttnRes(nn.Module):
                 function and its gradients are the same.
 
         Raises:
-            ValueError: a width other than d, or norms that are not L weights.
+            TypeError: norms that are no sequence of tensors.
+            ValueError: a width other than d, or norms that are not L weights `[d]`.
         """
         state = embedding if isinstance(embedding, tuple) else functional.begin(embedding)
         if state.sources[0].shape[-1] != self.d:
             raise ValueError(f"embedding: found width {state.sources[0].shape[-1]}, expected {self.d}")
         reads = self.reads() if reads is None else reads
-        if norms is not None and len(norms) != self.schedule.sublayers:
-            raise ValueError(f"norms: found {len(norms)} weights, expected {self.schedule.sublayers}")
+        check_norms(norms, self.schedule.sublayers, self.d)
         whole = position is None and len(state.sources) == 1 and self.span == (0, self.schedule.sublayers)
         eager = torch.is_grad_enabled() and not torch.compiler.is_compiling()
         if norms is not None and whole and eager and not self.schedule.full:
@@ -122,6 +152,7 @@ class StandardResidual(nn.Module):
 
     def __init__(self, sublayers: int, output_eps: float = 1e-6) -> None:
         super().__init__()
+        check_eps("output_eps", output_eps)
         self.sublayers, self.output_eps = sublayers, output_eps
 
     def forward(self, embedding: Tensor, *, norms: Sequence[Tensor] | None = None) -> StandardStream:

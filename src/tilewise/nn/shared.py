@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from tilewise.depth.checks import check_update
 from tilewise.depth.ops import backend, check_call, fold
 from tilewise.depth.schedule import Schedule
 from tilewise.depth.shared import BlockReads, SharedSource, mix_norm_shared, reads_of_folded
@@ -83,21 +84,23 @@ class SharedStream:
         return y
 
     def write(self, sublayer: int, update: Tensor) -> None:
-        """Output of sublayer l, without any residual added.
+        """Output of sublayer l, without any residual added. It is kept, not copied: leave it as it is.
 
         Raises:
+            TypeError: no tensor of a float dtype.
             ValueError: l is not the sublayer that was read last, or the shape differs from the embedding's.
         """
         if self._plain is not None:
             self._plain.write(sublayer, update)
             return
         self._order.write(sublayer)
-        if update.shape != self._shape:
-            raise ValueError(f"update: found shape {tuple(update.shape)}, expected {tuple(self._shape)}")
+        check_update(update, self._shape)
         self._update = update.to(self._dtype)
 
     def output(self, norm_weight: Tensor | None = None) -> Tensor:
         """The output head's read over the embedding and all blocks, with the final norm if its weight is given.
+
+        May be called again, with other weights too.
 
         Raises:
             ValueError: sublayers remain.

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from tilewise.depth import stream as functional
+from tilewise.depth.checks import check_norms, check_update, check_weight
 from tilewise.depth.reference import rms_norm
 from tilewise.depth.schedule import Schedule
 from tilewise.depth.stream import Reads, State
@@ -54,7 +55,8 @@ class Stream:
     def read(self, sublayer: int, norm_weight: Tensor | None = None) -> Tensor:
         """Input of sublayer l: the mix h_l, or with `norm_weight` RMSNorm(h_l) * norm_weight in the same kernel.
 
-        Norms given at the start of the stream hold without `norm_weight`, which may repeat them.
+        Norms given at the start of the stream hold without `norm_weight`, which may repeat them. The tensor is the
+        caller's own: a sublayer may work on it in place.
 
         Raises:
             ValueError: l is not the next sublayer, the last one has not been written, or the weight is another one than
@@ -66,9 +68,10 @@ class Stream:
         return y
 
     def write(self, sublayer: int, update: Tensor) -> None:
-        """Output of sublayer l, without any residual added.
+        """Output of sublayer l, without any residual added. It is kept, not copied: leave it as it is.
 
         Raises:
+            TypeError: no tensor of a float dtype.
             ValueError: l is not the sublayer that was read last, or the shape differs from the embedding's.
         """
         self._order.write(sublayer)
@@ -76,6 +79,8 @@ class Stream:
 
     def output(self, norm_weight: Tensor | None = None) -> Tensor:
         """The output head's read over the embedding and all blocks, with the final norm if its weight is given.
+
+        May be called again, with other weights too; nothing is read or written after it.
 
         Raises:
             ValueError: sublayers remain.
@@ -109,6 +114,7 @@ class StandardStream:
     def __init__(
         self, embedding: Tensor, sublayers: int, output_eps: float, norms: Sequence[Tensor] | None = None
     ) -> None:
+        check_norms(norms, sublayers, embedding.shape[-1])
         self.hidden, self._order, self._norms = embedding, Order(0, sublayers), norms
         self._norm = partial(rms_norm, eps=output_eps)
 
@@ -118,18 +124,20 @@ class StandardStream:
         return self._order.next
 
     def read(self, sublayer: int, norm_weight: Tensor | None = None) -> Tensor:
-        """The stream, or its RMSNorm times `norm_weight`."""
+        """A copy of the stream, or its RMSNorm times `norm_weight`."""
         self._order.read(sublayer)
         return self._normed(functional.chosen_norm(self._norms, sublayer, norm_weight))
 
     def write(self, sublayer: int, update: Tensor) -> None:
         """Add the output of sublayer l."""
         self._order.write(sublayer)
+        check_update(update, self.hidden.shape)
         self.hidden = self.hidden + update
 
     def output(self, norm_weight: Tensor | None = None) -> Tensor:
         """The stream after the last sublayer, with the final norm if its weight is given."""
         self._order.output()
+        check_weight("norm_weight", norm_weight)
         return self._normed(norm_weight)
 
     def checkpoint(self, function: Callable[..., None], *args, **kwargs) -> None:
@@ -146,4 +154,5 @@ class StandardStream:
         self.hidden, self._order.next = checkpoint(run, self.hidden, *args, use_reentrant=False)
 
     def _normed(self, weight: Tensor | None) -> Tensor:
-        return self.hidden if weight is None else self._norm(self.hidden, weight).to(self.hidden.dtype)
+        # Without a norm a copy: a sublayer that works in place on its input would change the stream.
+        return self.hidden.clone() if weight is None else self._norm(self.hidden, weight).to(self.hidden.dtype)

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tilewise.depth.checks import check_norms, check_update
 from tilewise.depth.state import InferenceState
 from tilewise.depth.stream import chosen_norm
 
@@ -32,7 +33,8 @@ def _padded(x: Tensor, ranks: int) -> Tensor:
 def _gather(shard: Tensor, tokens: int, group: dist.ProcessGroup) -> Tensor:
     full = shard.new_empty(shard.shape[0] * group.size(), shard.shape[1])
     _all_gather(full, shard.contiguous(), group=group)
-    return full[:tokens]
+    # No view: a Function's output that is one may not be changed in place.
+    return torch.ops.aten._unsafe_view(full[:tokens], (tokens, full.shape[1]))
 
 
 def _scatter(full: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -147,7 +149,8 @@ class SequenceSharded:
             embedding: `[..., d]`.
             norms: the weights of all input norms, if they are known now; see :meth:`tilewise.nn.AttnRes.forward`.
         """
-        shard = slice_tokens(embedding.flatten(0, -2), self.group)
+        check_norms(norms, self.residual.schedule.sublayers, embedding.shape[-1])
+        shard = slice_tokens(embedding.reshape(-1, embedding.shape[-1]), self.group)
         if isinstance(self.residual, InferenceState):
             return ShardedStream(self.residual(shard), embedding.shape, self.group, self.partial, norms, norms)
         reads = self.residual.reads()
@@ -188,11 +191,11 @@ class ShardedStream:
         """This rank's part of the output of sublayer l for all tokens: reduce-scatter.
 
         Raises:
+            TypeError: no tensor of a float dtype.
             ValueError: another shape than the embedding's.
         """
-        if update.shape != self._shape:
-            raise ValueError(f"update: found shape {tuple(update.shape)}, expected {tuple(self._shape)}")
-        flat = update.reshape(self._tokens, -1)
+        check_update(update, self._shape)
+        flat = update.reshape(self._tokens, self._shape[-1])
         scatter = scatter_partial if self._partial else slice_tokens
         self.local.write(sublayer, scatter(flat, self._group))
 
