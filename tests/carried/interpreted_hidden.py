@@ -1,4 +1,4 @@
-"""The kernels under Triton's interpreter (TRITON_INTERPRET=1) with spoilt keys that the mask hides. Prints the plans."""
+"""Kernels under Triton's interpreter (TRITON_INTERPRET=1) with spoilt keys that the mask hides. Prints the plans."""
 
 import math
 

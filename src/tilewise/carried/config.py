@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -14,6 +15,7 @@ __all__ = ["CarriedConfig", "Options"]
 
 SCALINGS = ("sum", "mean", "gain")
 PLANS = ("auto", "recompute", "stored", "mixed")
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 IMPLS = ("auto", "triton", "blocked", "reference")
 
 
@@ -40,8 +42,8 @@ class CarriedConfig:
             its own window.
         scale: s; default 1/√d.
         softcap: bound on the scores before the softmax, or None.
-        sink: whether layers may be given a sink's scores.
-        dropout_p: probability of dropping an entry of P.
+        sink: whether layers are given a sink's scores.
+        dropout_p: probability of dropping an entry of P in training.
         plan: ``recompute`` (no N² memory; a layer forms the scores of all layers before it again), ``stored`` (the
             scores of every layer but the last are kept), ``mixed`` (one score tensor a block is kept, the rest
             formed again) or ``auto`` (see :func:`tilewise.carried.choose_plan`).
@@ -50,15 +52,16 @@ class CarriedConfig:
         tile: side of a stored tile in tokens.
         carry_dtype: what Z is stored in; default fp16 for 16-bit inputs (bf16 would cost 3 to 26 times attention's own
             error), else the dtype of the inputs. Saturated at the largest finite value.
-        centre: where scores are stored, subtract q·k̄ from every row, k̄ the mean of the layer's keys. The softmax does
-            not see it, and fp16 then spends its digits on differences: keys with a large common part would otherwise
-            cost three times attention's own error. Not used with softcap, sink or windows that differ.
+        centre: where scores are stored, subtract q·k̄ from every row, k̄ the mean of the layer's keys that some query
+            sees (0 where it is not finite). The softmax does not see it, and fp16 then spends its digits on
+            differences: keys with a large common part would otherwise cost three times attention's own error. Not used
+            with softcap, sink or windows that differ.
         grad_dtype: what the gradient E of the carry is stored in; default the dtype of the inputs. It is the operand of
             the products that give dQ and dK, as dS is in every fused attention. fp16 needs the loss scaling that fp16
             training has anyway; bf16 keeps its relative error down to the smallest losses.
 
     Raises:
-        ValueError: an option outside its range, named with the value found.
+        ValueError, TypeError: an option outside its range or of another type, named with the value found.
 
     Source: He et al. 2021, "RealFormer: Transformer Likes Residual Attention".
 
@@ -92,26 +95,47 @@ class CarriedConfig:
         ):
             if value not in legal:
                 raise ValueError(f"{name} is {value!r}; expected one of {', '.join(legal)}")
-        for name, value in (("layers", self.layers), ("blocks", self.blocks)):
-            if value < 1:
+        for name in ("detach", "causal", "sink", "centre"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"{name} is {getattr(self, name)!r}; expected True or False")
+        for name in ("layers", "blocks", "tile"):
+            value = getattr(self, name)
+            if not _integer(value):
+                raise TypeError(f"{name} is {value!r}; expected an integer")
+            if value < 1 and name != "tile":
                 raise ValueError(f"{name} is {value}; expected at least 1")
         if self.tile < 16 or self.tile & (self.tile - 1):
             raise ValueError(f"tile is {self.tile}; expected a power of two from 16 on")
+        for name, none in (("dropout_p", ""), ("scale", ", or None for 1/√d"), ("softcap", ", or None for no cap")):
+            value = getattr(self, name)
+            if not (isinstance(value, int | float) and not isinstance(value, bool)) and not (none and value is None):
+                raise TypeError(f"{name} is {value!r}; expected a number{none}")
+            if none and value is not None and not 0.0 < value < math.inf:
+                raise ValueError(f"{name} is {value}; expected a positive, finite number{none}")
         if not 0.0 <= self.dropout_p < 1.0:
             raise ValueError(f"dropout_p is {self.dropout_p}; expected 0 ≤ dropout_p < 1")
-        if self.scale is not None and self.scale <= 0:
-            raise ValueError(f"scale is {self.scale}; expected a positive number, or None for 1/√d")
-        if self.softcap is not None and self.softcap <= 0:
-            raise ValueError(f"softcap is {self.softcap}; expected a positive number, or None for no cap")
-        if isinstance(self.windows, tuple) and len(self.windows) != self.layers:
-            raise ValueError(
-                f"windows has {len(self.windows)} entries; expected layers = {self.layers} of them, or one number"
-            )
-        for window in self.windows if isinstance(self.windows, tuple) else (self.windows,):
-            if window is not None and window < 1:
-                raise ValueError(f"windows holds {window}; expected numbers from 1 on (1 sees itself only), or None")
+        for name in ("carry_dtype", "grad_dtype"):
+            value = getattr(self, name)
+            if value is not None and value not in DTYPES:
+                raise ValueError(f"{name} is {value!r}; expected fp16, bf16, fp32 or fp64, or None")
+        self._check_windows()
         if self.impl == "reference" and self.plan not in ("auto", "recompute"):
             raise ValueError(f"impl='reference' has no plan {self.plan!r}; nearest legal call: plan='recompute'")
+
+    def _check_windows(self) -> None:
+        windows = self.windows
+        if windows is not None and not isinstance(windows, tuple) and not _integer(windows):
+            near = f"; nearest legal call: windows={tuple(windows)}" if isinstance(windows, list) else ""
+            raise TypeError(f"windows is {windows!r}; expected an integer, a tuple of them, or None{near}")
+        if isinstance(windows, tuple) and len(windows) != self.layers:
+            raise ValueError(
+                f"windows has {len(windows)} entries; expected layers = {self.layers} of them, or one number"
+            )
+        for window in windows if isinstance(windows, tuple) else (windows,):
+            if window is not None and not _integer(window):
+                raise TypeError(f"windows holds {window!r}; expected integers, or None")
+            if window is not None and window < 1:
+                raise ValueError(f"windows holds {window}; expected numbers from 1 on (1 sees itself only), or None")
 
     def window(self, layer: int) -> int | None:
         """The window of a layer, or None."""
@@ -145,6 +169,10 @@ class CarriedConfig:
     def divisor(self, layer: int) -> int:
         """c_i: what the accumulated scores are divided by before the softmax."""
         return layer + 1 if self.scaling == "mean" else 1
+
+
+def _integer(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 class Options(NamedTuple):

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..mask import Mask
+from .checks import check_step
 from .config import CarriedConfig
 
 __all__ = ["DecodeCost", "carried_decode", "decode_cost"]
@@ -31,8 +32,8 @@ def carried_decode(
         row: what the layer before returned, or None for the first layer of a block.
         layer: i, from 0 within the block.
         mask: lengths or intervals beside the config's causality and window; Mask.lengths for a cache of fixed size.
-        offset: position of the first new token: a number, or int tensor [B] for sequences of different length (then
-            `mask` has no bounds); default Tk − Tq.
+        offset: position of the first new token, at most Tk − Tq: a number, or int tensor [B] for sequences of different
+            length (then `mask` has no bounds); default Tk − Tq.
         gain, sink: as in :func:`carried_attention`.
         row_dtype: dtype of the row; default fp32 (fp64 for fp64 inputs). fp16 halves its traffic, up to ±65504.
 
@@ -40,7 +41,8 @@ def carried_decode(
         O [B, H, Tq, d_v] and ΣQKᵀ [B, H, Tq, Tk] where seen, else 0; None after the last layer of the block.
 
     Raises:
-        ValueError: shapes that do not fit, or ``impl="triton"`` for a step that the kernel cannot run.
+        ValueError, TypeError: arguments that do not fit, named with what was found and expected; ``impl="triton"``
+            for a step that the kernel cannot run.
 
     Example:
         >>> q, k, v = torch.randn(1, 4, 1, 8), torch.randn(1, 2, 9, 8), torch.randn(1, 2, 9, 8)
@@ -49,14 +51,9 @@ def carried_decode(
         >>> row is None
         True
     """
+    check_step(q, k, v, row, layer, config, mask, offset, gain, sink, row_dtype)
     B, H, Tq, d = q.shape
     Hk, Tk = k.shape[1:3]
-    if config.scaling == "gain" and layer > 0 and gain is None:
-        raise ValueError(f"gain is None; expected a tensor [{H}] for layer {layer}, since scaling is 'gain'")
-    if row is not None and tuple(row.shape) != (B, H, Tq, Tk):
-        raise ValueError(f"row has shape {tuple(row.shape)}; expected {(B, H, Tq, Tk)} to fit q and k")
-    if isinstance(offset, Tensor) and mask is not None and mask.bounds is not None:
-        raise ValueError("mask has bounds and offset is a tensor; expected one of them: offset alone hides later keys")
     if config.impl == "triton" or (config.impl == "auto" and q.device.type == "cuda"):
         from .triton.decode import decode, refusal
 

@@ -46,6 +46,7 @@ class TileLayout:
 
     Attributes:
         total: live tiles of a head (an upper bound where queries and keys differ in number).
+        mask, offset: see below.
         back: if not −1, every tile row m holds the tiles m − back … m as far as they exist, so that a kernel can
             compute where a row starts instead of reading it.
         plain: whether all layers are causal and nothing else.
@@ -78,7 +79,8 @@ class TileLayout:
                 f"mask has {part}; carried attention takes one interval of keys per row. Nearest legal calls: "
                 "Mask.lengths (padding at either side), Mask.packed, Mask.intervals"
             )
-        self.tile, self.Tq, self.Tk = config.tile, Tq, Tk
+        self.tile, self.Tq, self.Tk, self.mask = config.tile, Tq, Tk, mask
+        self._made = (config.tile, config.causal, config.layers, config.uniform, config.windows)
         self.offset = Tk - Tq if offset is None else offset
         self.uniform = config.uniform
         square = Tq == Tk and self.offset == 0
@@ -114,6 +116,27 @@ class TileLayout:
     def span(self, layer: int, count: int) -> Tensor:
         """Bounds of `count` layers up to `layer`; of one where all see the same keys."""
         return self.layers[layer].bounds if self.uniform else self.bounds[layer - count + 1 : layer + 1]
+
+    def check(self, config: CarriedConfig, mask: Mask | None, offset: int | None) -> None:
+        """Raise ValueError naming what differs, if this layout was made for other options, mask or offset.
+
+        A layout of more layers serves a shorter block if all layers see the same keys. No mask stands for its own.
+        """
+        tile, causal, layers, uniform, windows = self._made
+        for name, mine, given in (("tile", tile, config.tile), ("causal", causal, config.causal)):
+            if mine != given:
+                raise ValueError(f"layout was made for {name} = {mine}; expected {given}, the config's")
+        alike = uniform and config.uniform
+        if layers < config.layers or (layers > config.layers and not alike):
+            raise ValueError(f"layout was made for layers = {layers}; expected {config.layers}, the config's")
+        one = lambda w: w[0] if isinstance(w, tuple) else w  # noqa: E731
+        if (one(windows) != one(config.windows)) if alike else (windows != config.windows):
+            raise ValueError(f"layout was made for windows = {windows}; expected {config.windows}, the config's")
+        if mask is not None and not _same(mask, self.mask):
+            found = "no mask" if self.mask is None else "another mask"
+            raise ValueError(f"layout was made for {found}; expected the carry's mask, or a carry without one")
+        if offset is not None and offset != self.offset:
+            raise ValueError(f"layout was made for offset = {self.offset}; expected {offset}, the carry's")
 
     @property
     def slots(self) -> int:
@@ -172,6 +195,20 @@ class TileLayout:
     def nbytes(self, B: int, H: int, itemsize: int = 2) -> int:
         """Bytes of one packed buffer."""
         return B * H * self.slots * self.tile**2 * itemsize
+
+
+def _same(a: Mask, b: Mask | None) -> bool:
+    """Whether two masks hold the same numbers; on a GPU, whose numbers are not read here, the same tensors."""
+    if b is None or (a.left, a.right) != (b.left, b.right):
+        return False
+    for x, y in ((a.bounds, b.bounds), (a.keys, b.keys), (a.dense, b.dense)):
+        if x is y:
+            continue
+        if x is None or y is None or x.shape != y.shape or {x.device.type, y.device.type} != {"cpu"}:
+            return False
+        if not torch.equal(x, y):
+            return False
+    return True
 
 
 def _with_factor(shown: Tensor) -> tuple[Tensor, Tensor]:

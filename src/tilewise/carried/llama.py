@@ -89,11 +89,15 @@ class DecoderLayer(nn.Module):
         return self.feed_forward(x + y), carry, kv
 
 
+def _start_shared(config: CarriedConfig, mask: Mask | None, layout: TileLayout | None) -> SharedKeyCarry:
+    return SharedKeyCarry(config, mask)
+
+
 class LlamaBlock(CarriedBlock):
     """The layers of one block, and what they take from its first."""
 
     def __init__(self, options: LlamaOptions, first: int, layers: int, checkpointed: bool) -> None:
-        start = (lambda config, mask, layout: SharedKeyCarry(config, mask)) if options.keys == "shared" else None
+        start = _start_shared if options.keys == "shared" else None
         super().__init__(
             [DecoderLayer(options, i) for i in range(layers)], options.carried, checkpointed=checkpointed, start=start
         )
@@ -110,7 +114,7 @@ class LlamaBlock(CarriedBlock):
         return x
 
     def step(self, x: Tensor, cache: KeyValueCache, positions: Angles, memory: Tensor | None) -> Tensor:
-        """New tokens x against the cache."""
+        """New tokens x against the cache; nothing is dropped."""
         first = self.first
         shared, few = self.keys == "shared", x.shape[1] <= KeyValueCache.FEW
         carry = SharedKeyCarry(self.config) if shared else Carry(self.config)
@@ -129,7 +133,7 @@ class LlamaBlock(CarriedBlock):
                 O, row = carried_decode(q, k, v, row, i, self.config, gain=gain, sink=sink)
             else:
                 attend = shared_key_attention if shared else carried_attention
-                O, carry = attend(q, k, v, carry, gain=gain, sink=sink)
+                O, carry = attend(q, k, v, carry, gain=gain, sink=sink, training=False)
             x = layer.feed_forward(x + attention.merge(O, h))
         return x
 
@@ -215,7 +219,11 @@ class CarriedLlama(nn.Module):
             mask: documents or lengths (training). layout: made from it for all blocks; by default here.
             cache: for inference: the tokens follow those in the cache; equal lengths, no mask.
             positions: [T] or [B, T], default 0 … (after the cache's tokens).
+
+        Attention drops scores (`carried.dropout_p`) in training and without a cache only.
         """
+        if tokens.dim() != 2 or tokens.shape[1] == 0:
+            raise ValueError(f"tokens has shape {tuple(tokens.shape)}; expected [B, T] with T at least 1")
         if cache is not None and mask is not None:
             raise ValueError("mask is given with a cache; expected sequences of equal length and no mask")
         past = 0 if cache is None else cache.length
@@ -239,15 +247,23 @@ class CarriedLlama(nn.Module):
         return self.head(self.norm(x))
 
     def loss(self, tokens: Tensor, **kwargs) -> Tensor:
-        """Mean cross-entropy of every token after the first, in nats."""
+        """Mean cross-entropy of every token after the first, in nats; tokens [B, T], T at least 2."""
+        if tokens.dim() != 2 or tokens.shape[1] < 2:
+            raise ValueError(
+                f"tokens has shape {tuple(tokens.shape)}; expected [B, T] with T at least 2: one to predict"
+            )
         logits = self(tokens[:, :-1], **kwargs)
         return F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
 
     @torch.no_grad()
     def generate(self, tokens: Tensor, count: int, *, chunk: int | None = None) -> Tensor:
         """`count` greedy tokens after tokens [B, T]; the prompt is read in chunks of `chunk` tokens."""
+        if count < 0:
+            raise ValueError(f"count is {count}; expected at least 0")
+        if chunk is not None and chunk < 1:
+            raise ValueError(f"chunk is {chunk}; expected at least 1, or None for the whole prompt at once")
         cache = KeyValueCache(tokens.shape[1] + count)
-        for part in tokens.split(chunk or tokens.shape[1], 1):
+        for part in tokens.split(chunk or max(tokens.shape[1], 1), 1):
             logits = self(part, cache=cache)
         new = []
         for _ in range(count):

@@ -85,6 +85,8 @@ class CarriedAttention(nn.Module):
         values are projected from; default x. shared: (K, V) of the block's first layer, with `shared_keys` and
         layer > 0.
 
+    Scores are dropped (`config.dropout_p`) only while the module is in training, as in :class:`torch.nn.Dropout`.
+
     Returns:
         The layer's output [B, T, width], the next carry, and this layer's (K, V).
     """
@@ -95,11 +97,21 @@ class CarriedAttention(nn.Module):
         rotary_base: float | None = 10000.0, shared_keys: bool = False,
     ) -> None:  # fmt: skip
         super().__init__()
+        config = config or CarriedConfig()
+        for name, value in (("width", width), ("heads", heads), ("kv_heads", kv_heads), ("head_width", head_width)):
+            if value is not None and value < 1:
+                raise ValueError(f"{name} is {value}; expected at least 1")
+        if head_width is None and width % heads:
+            raise ValueError(f"width is {width}; expected a multiple of heads = {heads}, or a head_width")
         kv_heads, head_width = kv_heads or heads, head_width or width // heads
         if heads % kv_heads:
             raise ValueError(f"kv_heads is {kv_heads}; expected a divisor of heads = {heads}")
+        if rotary_base is not None and head_width % 2:
+            raise ValueError(f"head_width is {head_width}; expected an even number, or rotary_base=None")
+        if not 0 <= layer < config.layers:
+            raise ValueError(f"layer is {layer}; expected 0 to {config.layers - 1}, an index within its block")
         self.heads, self.kv_heads, self.head_width = heads, kv_heads, head_width
-        self.config, self.shared_keys, self.rotary_base = config or CarriedConfig(), shared_keys, rotary_base
+        self.config, self.shared_keys, self.rotary_base = config, shared_keys, rotary_base
         self.query = nn.Linear(width, heads * head_width, bias=False)
         owner = not shared_keys or layer == 0
         self.key = nn.Linear(width, kv_heads * head_width, bias=False) if owner else None
@@ -153,9 +165,9 @@ class CarriedAttention(nn.Module):
                 if shared is None:
                     raise ValueError("shared is None; expected (K, V) of the block's first layer")
                 k, v = shared
-            O, carry = shared_key_attention(q, k, v, carry, gain=self.gain, sink=self.sink)
+            O, carry = shared_key_attention(q, k, v, carry, gain=self.gain, sink=self.sink, training=self.training)
         else:
-            O, carry = carried_attention(q, k, v, carry, gain=self.gain, sink=self.sink)
+            O, carry = carried_attention(q, k, v, carry, gain=self.gain, sink=self.sink, training=self.training)
         return self.merge(O, x), carry, (k, v)
 
 
@@ -185,7 +197,7 @@ class CarriedBlock(nn.Module):
         if not 0 < len(self.layers) <= config.layers:
             raise ValueError(f"the block has {len(self.layers)} layers; expected 1 to config.layers = {config.layers}")
         self.config, self.checkpointed = _shortened(config, len(self.layers)), checkpointed
-        self.start = start or (lambda config, mask, layout: Carry(config, mask, layout=layout))
+        self.start = start or _start
 
     def forward(self, x: Tensor, *, mask: Mask | None = None, layout: TileLayout | None = None, **kwargs) -> Tensor:
         if self.checkpointed and torch.is_grad_enabled():
@@ -197,6 +209,11 @@ class CarriedBlock(nn.Module):
         for layer in self.layers:
             x, carry, *_ = layer(x, carry, **kwargs)
         return x
+
+
+def _start(config: CarriedConfig, mask: Mask | None, layout: TileLayout | None) -> Carry:
+    # A function with a name, as pickle wants it.
+    return Carry(config, mask, layout=layout)
 
 
 def _shortened(config: CarriedConfig, layers: int) -> CarriedConfig:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ..mask import Mask
+from .checks import check_heads, require
 from .config import CarriedConfig
 from .state import Carry, carried_attention
 
@@ -54,7 +55,7 @@ class SharedKeyCarry:
 
 def shared_key_attention(
     q: Tensor, k: Tensor, v: Tensor, carry: SharedKeyCarry, *, gain: Tensor | None = None, sink: Tensor | None = None,
-    seed: Tensor | None = None,
+    seed: Tensor | None = None, training: bool = True,
 ) -> tuple[Tensor, SharedKeyCarry]:  # fmt: skip
     """As :func:`carried_attention` for layers that all use the same `k`: plain attention of Q̃_i, no carry in memory.
 
@@ -68,13 +69,22 @@ def shared_key_attention(
         >>> for q in torch.randn(2, 1, 4, 10, 8):
         ...     o, carry = shared_key_attention(q, k, v, carry)
     """
+    require("carry", carry, SharedKeyCarry, "SharedKeyCarry(config)")
     config, i = carry.config, carry.index
-    if config.scaling == "gain" and i > 0 and gain is None:
-        raise ValueError(f"gain is None; expected a tensor [{q.shape[1]}] for layer {i}, since scaling is 'gain'")
+    require("q", q, Tensor)
+    check_heads(config, i, gain, sink, q)
     folded = fold_queries(q, carry._folded, gain if config.scaling == "gain" else None)
     plain = config.plain(i, q.shape[-1])
+    start = Carry(plain, carry.mask, carry.offset)
+    start.layout = carry._layout
     O, after = carried_attention(
-        folded.to(q.dtype), k, v, Carry(plain, carry.mask, carry.offset, carry._layout), sink=sink, seed=seed
+        folded.to(q.dtype),
+        k,
+        v,
+        start,
+        sink=sink,
+        seed=seed,
+        training=training,
     )
     following = SharedKeyCarry(config, carry.mask, carry.offset)
     following._layout = after.layout

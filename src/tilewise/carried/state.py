@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from ..mask import Mask
+from .checks import check_heads, check_inputs, check_seed, require
 from .config import CarriedConfig, Options
 from .layout import TileLayout
 from .ops import LayerCall, attend, gradient_edge
@@ -15,6 +17,8 @@ from .policy import Decision, carry_dtypes, choose_plan
 from .reference import carried_layer_reference
 
 __all__ = ["Carry", "carried_attention"]
+
+_DENSE = Decision("recompute", "reference", "the dense reference keeps whole score matrices", 0, 0)
 
 
 class Carry:
@@ -28,11 +32,16 @@ class Carry:
         mask: documents, lengths or intervals of this batch (:class:`tilewise.mask.Mask`).
         offset: position of the first query among the keys; default Tk − Tq.
         layout: a :class:`TileLayout` made beforehand, to share it among blocks and steps; made from the first layer's
-            shapes otherwise.
+            shapes otherwise. It was made for these options (tile, causality, windows, layers), and for `mask` if one is
+            given; without, its own mask counts.
 
     Attributes:
         index: the layer that comes next, from 0.
-        decision: the plan and its reason (:class:`Decision`), from the first layer on; None before it.
+        decision: the plan and its reason (:class:`Decision`) of the layer before, of whichever block; None before the
+            first layer of all.
+
+    Raises:
+        ValueError, TypeError: an argument of another type, or a layout made for other options, named.
 
     Example:
         >>> q, k, v = torch.randn(1, 4, 10, 8), torch.randn(1, 2, 10, 8), torch.randn(1, 2, 10, 8)
@@ -47,6 +56,15 @@ class Carry:
         layout: TileLayout | None = None,
     ) -> None:  # fmt: skip
         self.config = CarriedConfig() if config is None else config
+        require("config", self.config, CarriedConfig, "Carry(CarriedConfig(), mask=mask)")
+        if mask is not None:
+            require("mask", mask, Mask, "Mask.full(allowed)")
+        if offset is not None and (isinstance(offset, bool) or not isinstance(offset, int | torch.SymInt)):
+            raise TypeError(f"offset is {offset!r}; expected an integer, or None for Tk − Tq")
+        if layout is not None:
+            require("layout", layout, TileLayout)
+            layout.check(self.config, mask, offset)
+            mask, offset = layout.mask, layout.offset
         self.mask, self.offset, self.layout = mask, offset, layout
         self.index = 0
         self.decision: Decision | None = None
@@ -58,17 +76,20 @@ class Carry:
         self._z: Tensor | None = None
         self._version = 0
         self._token: Tensor | None = None
+        self._like: tuple | None = None
+        self._decided = False
 
     def _next(self, last: bool) -> Carry:
-        carry = Carry(self.config, self.mask, self.offset, self.layout)
+        carry = Carry(self.config, self.mask, self.offset)
+        carry.layout = self.layout
         if not last:
-            carry.index, carry.decision = self.index + 1, self.decision
+            carry.index = self.index + 1
         return carry
 
 
 def carried_attention(
     q: Tensor, k: Tensor, v: Tensor, carry: Carry, *, gain: Tensor | None = None, sink: Tensor | None = None,
-    seed: Tensor | None = None, last: bool = False,
+    seed: Tensor | None = None, last: bool = False, training: bool = True,
 ) -> tuple[Tensor, Carry]:  # fmt: skip
     """One layer: O_i and the carry for the next layer, by the equation of :class:`CarriedConfig`.
 
@@ -80,6 +101,7 @@ def carried_attention(
         sink: [H], scores of a sink that has no value.
         seed: int64 tensor of one element for dropout; drawn from PyTorch's generator by default.
         last: end the block here, before `config.layers` (a model's last block may be shorter).
+        training: False leaves P as it is, whatever `config.dropout_p` says; modules give their own `training`.
 
     Returns:
         O [B, H, Tq, d_v] and the next carry; after the last layer of a block that is a new carry for the next block,
@@ -91,16 +113,23 @@ def carried_attention(
 
     Rows that see no key give 0 with zero gradient. Bitwise equal from run to run.
     """
+    require("carry", carry, Carry, "Carry(config)")
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        require(name, x, Tensor)
     config = carry.config
     q, k, v = _autocast(q, k, v)
-    _check(q, k, v, carry, gain, sink)
+    _check(q, k, v, carry, gain, sink, seed)
     last = last or carry.index == config.layers - 1
+    dropout_p = config.dropout_p if training else 0.0
     if config.scaling != "gain" or carry.index == 0:
         gain = None
-    if config.dropout_p > 0.0 and seed is None:
+    if dropout_p > 0.0 and seed is None:
         seed = torch.randint(2**62, (1,), device=q.device)
     following = carry._next(last)
+    following._like = None if last else (tuple(q.shape), k.shape[1], q.dtype, q.device)
     if config.impl == "reference":
+        following.decision = carry.decision = _DENSE
+        config = config if dropout_p else replace(config, dropout_p=0.0)
         O, z = carried_layer_reference(
             q,
             k,
@@ -121,18 +150,18 @@ def carried_attention(
     if carry.layout is None:
         carry.layout = following.layout = TileLayout(config, Tq, k.shape[2], carry.mask, carry.offset, q.device)
     layout = carry.layout
-    if carry.decision is None:
+    if not carry._decided:
         decision = choose_plan(config, layout, B, H, dtype=q.dtype, device=q.device, training=torch.is_grad_enabled(),
                                impl=_implementation(config, q, k, v))  # fmt: skip
-        carry.decision = decision
-        following.decision = None if last else decision
+        carry.decision, carry._decided = decision, True
+    following.decision, following._decided = carry.decision, not last
 
     queries, keys = [*carry._queries, q], [*carry._keys, k]
     gains = [] if config.scaling != "gain" else [*carry._gains, gain if gain is not None else q.new_ones(H)]
     centres = []
     if config.centred and carry.decision.plan != "recompute" and not last:
         centres = [*carry._centres, layout.mean(k.detach())]
-    z_in, z_out, call = _step(carry, layout, gains, q, last)
+    z_in, z_out, call = _step(carry, layout, gains, q, last, dropout_p)
     n = max(call.forward, call.backward)
     first = len(queries) - n
     # Only what is rounded needs centring: not the sum that a last layer makes of what it reads and its own scores.
@@ -161,7 +190,7 @@ def carried_attention(
 
 
 def _step(
-    carry: Carry, layout: TileLayout, gains: list[Tensor], q: Tensor, last: bool
+    carry: Carry, layout: TileLayout, gains: list[Tensor], q: Tensor, last: bool, dropout_p: float
 ) -> tuple[Tensor | None, Tensor | None, LayerCall]:
     """The buffers a layer reads and writes, and how its scores are formed."""
     i, decision = carry.index, carry.decision
@@ -176,7 +205,17 @@ def _step(
     learned = bool(gains) and i > 0 and gains[-1].requires_grad and torch.is_grad_enabled()
     facts = (layout.uniform, layout.back, layout.plain, layout.layers[i].window)
     made = (_call if compiling else _known_call)(
-        carry.config, facts, i, decision.plan, decision.impl, q.shape[-1], q.dtype, last, learned, compiling
+        carry.config,
+        facts,
+        i,
+        decision.plan,
+        decision.impl,
+        q.shape[-1],
+        q.dtype,
+        last,
+        learned,
+        dropout_p,
+        compiling,
     )
     call, reads, writes = made
     z_out = None
@@ -191,7 +230,7 @@ def _step(
 
 def _call(
     config: CarriedConfig, facts: tuple[bool, int, bool, int], i: int, plan: str, impl: str, d: int, dtype: torch.dtype,
-    last: bool, learned: bool, compiling: bool,
+    last: bool, learned: bool, dropout_p: float, compiling: bool,
 ) -> tuple[LayerCall, bool, bool]:  # fmt: skip
     """How layer i's scores are formed, and whether it reads and writes a buffer of scores that enter and leave."""
     carry_dtype, grad_dtype = carry_dtypes(config, dtype)
@@ -218,7 +257,7 @@ def _call(
     uniform, back, plain, window = facts
     options = Options(
         scale=d**-0.5 if config.scale is None else config.scale, divisor=config.divisor(i),
-        softcap=config.softcap or 0.0, dropout_p=config.dropout_p, tile=config.tile, uniform=uniform, back=back,
+        softcap=config.softcap or 0.0, dropout_p=dropout_p, tile=config.tile, uniform=uniform, back=back,
         rounded=tuple(rounded), carry_dtype=carry_dtype, plain=plain, window=window,
     )  # fmt: skip
     push = plan == "recompute" and not config.detach and config.layers > 1
@@ -256,46 +295,31 @@ def _autocast(*tensors: Tensor) -> list[Tensor]:
     return list(tensors)
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor, carry: Carry, gain: Tensor | None, sink: Tensor | None) -> None:
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if x.dim() != 4:
-            raise ValueError(f"{name} has shape {tuple(x.shape)}; expected four dimensions [B, heads, tokens, width]")
-        if x.dtype != q.dtype or x.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
-            raise TypeError(f"{name} is {x.dtype}; expected fp16, bf16, fp32 or fp64, the same as q ({q.dtype})")
-        if x.device != q.device:
-            raise ValueError(f"{name} is on {x.device}; expected {q.device}, where q is")
-    B, H, Tq, d = q.shape
-    Hk, Tk = k.shape[1:3]
-    if k.shape[0] != B or k.shape[3] != d:
-        raise ValueError(f"k has shape {tuple(k.shape)}; expected [{B}, Hk, Tk, {d}] to fit q {tuple(q.shape)}")
-    if Hk == 0 or H % Hk:
-        raise ValueError(f"k has {Hk} heads; expected a divisor of q's {H}")
-    if tuple(v.shape[:3]) != (B, Hk, Tk):
-        raise ValueError(f"v has shape {tuple(v.shape)}; expected [{B}, {Hk}, {Tk}, d_v] to fit k {tuple(k.shape)}")
-    if 0 in (B, Tq, Tk, d, v.shape[3]):
-        raise ValueError(f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}: expected no empty dimension")
+def _check(
+    q: Tensor, k: Tensor, v: Tensor, carry: Carry, gain: Tensor | None, sink: Tensor | None, seed: Tensor | None
+) -> None:
+    check_inputs(q, k, v)
+    B, H, Tq, _ = q.shape
+    Tk = k.shape[2]
     config, layout = carry.config, carry.layout
-    if layout is not None and (layout.Tq, layout.Tk, layout.tile) != (Tq, Tk, config.tile):
+    if layout is not None and (layout.Tq, layout.Tk) != (Tq, Tk):
         raise ValueError(
-            f"the carry's layout is for {layout.Tq} queries, {layout.Tk} keys and tile {layout.tile}; found {Tq}, {Tk} "
-            f"and tile {config.tile}: all layers of a block have the same tokens"
+            f"the carry's layout is for {layout.Tq} queries and {layout.Tk} keys; found {Tq} and {Tk}: all layers of a "
+            "block have the same tokens"
         )
     if carry.mask is not None and layout is None:
         carry.mask.check(B, H, Tq, Tk)
-    if carry._queries and carry._queries[-1].shape != q.shape:
-        raise ValueError(
-            f"q has shape {tuple(q.shape)}; expected {tuple(carry._queries[-1].shape)}, as in the layers before"
-        )
-    if carry._z is not None and carry._z.shape[:2] != q.shape[:2]:
-        raise ValueError(
-            f"q has batch and heads {tuple(q.shape[:2])}; expected {tuple(carry._z.shape[:2])}, as in the layers before"
-        )
-    if config.scaling == "gain" and carry.index > 0 and gain is None:
-        raise ValueError(f"gain is None; expected a tensor [{H}] for layer {carry.index}, since scaling is 'gain'")
-    if config.scaling != "gain" and gain is not None:
-        raise ValueError(f"gain is given but scaling is {config.scaling!r}; nearest legal call: scaling='gain'")
-    if sink is not None and not config.sink:
-        raise ValueError("sink is given but config.sink is False; nearest legal call: CarriedConfig(sink=True)")
-    for name, x in (("gain", gain), ("sink", sink)):
-        if x is not None and tuple(x.shape) != (H,):
-            raise ValueError(f"{name} has shape {tuple(x.shape)}; expected [{H}], one number a head")
+    if layout is not None and layout.bounds.shape[2] not in (1, B):
+        raise ValueError(f"q has batch {B}; expected {layout.bounds.shape[2]}, that of the layout's mask")
+    if carry._like is not None:
+        shape, heads, dtype, device = carry._like
+        if tuple(q.shape) != shape:
+            raise ValueError(f"q has shape {tuple(q.shape)}; expected {shape}, as in the layers before")
+        if k.shape[1] != heads:
+            raise ValueError(f"k has {k.shape[1]} heads; expected {heads}, as in the layers before")
+        if q.dtype != dtype:
+            raise TypeError(f"q is {q.dtype}; expected {dtype}, as in the layers before")
+        if q.device != device:
+            raise ValueError(f"q is on {q.device}; expected {device}, as in the layers before")
+    check_heads(config, carry.index, gain, sink, q)
+    check_seed(seed, q)

@@ -1,0 +1,131 @@
+"""What a call of carried attention has to look like; refusals name the argument, what it is and what it may be."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..mask import Mask
+from .config import DTYPES, CarriedConfig
+
+__all__ = ["check_heads", "check_inputs", "check_seed", "check_step", "require"]
+
+_NAMES = "fp16, bf16, fp32 or fp64"
+
+
+def require(name: str, value: object, kind: type, nearest: str = "") -> None:
+    """Raise TypeError if `value` is no `kind`."""
+    if not isinstance(value, kind):
+        expected = f"a {kind.__name__}" if kind is not Tensor else "a tensor"
+        found = f"is a {type(value).__name__}" if value is not None else "is None"
+        raise TypeError(f"{name} {found}; expected {expected}{'; nearest legal call: ' + nearest if nearest else ''}")
+
+
+def check_inputs(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Types, dtypes, devices and shapes of one layer's queries, keys and values."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        require(name, x, Tensor)
+        if x.dim() != 4:
+            raise ValueError(f"{name} has shape {tuple(x.shape)}; expected four dimensions [B, heads, tokens, width]")
+        if x.dtype != q.dtype or x.dtype not in DTYPES:
+            raise TypeError(f"{name} is {x.dtype}; expected {_NAMES}, the same as q ({q.dtype})")
+        if x.device != q.device:
+            raise ValueError(f"{name} is on {x.device}; expected {q.device}, where q is")
+    B, H, Tq, d = q.shape
+    Hk, Tk = k.shape[1:3]
+    if k.shape[0] != B or k.shape[3] != d:
+        raise ValueError(f"k has shape {tuple(k.shape)}; expected [{B}, Hk, Tk, {d}] to fit q {tuple(q.shape)}")
+    if Hk == 0 or H % Hk:
+        raise ValueError(f"k has {Hk} heads; expected a divisor of q's {H}")
+    if tuple(v.shape[:3]) != (B, Hk, Tk):
+        raise ValueError(f"v has shape {tuple(v.shape)}; expected [{B}, {Hk}, {Tk}, d_v] to fit k {tuple(k.shape)}")
+    if 0 in (B, H, Tq, Tk, d, v.shape[3]):
+        raise ValueError(f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}: expected no empty dimension")
+
+
+def check_heads(config: CarriedConfig, layer: int, gain: Tensor | None, sink: Tensor | None, q: Tensor) -> None:
+    """Gains and sinks: there if the options want them, a floating number a head, where q is."""
+    H = q.shape[1]
+    if config.scaling == "gain" and layer > 0 and gain is None:
+        raise ValueError(f"gain is None; expected a tensor [{H}] for layer {layer}, since scaling is 'gain'")
+    if config.scaling != "gain" and gain is not None:
+        raise ValueError(f"gain is given but scaling is {config.scaling!r}; nearest legal call: scaling='gain'")
+    if sink is not None and not config.sink:
+        raise ValueError("sink is given but config.sink is False; nearest legal call: CarriedConfig(sink=True)")
+    if sink is None and config.sink:
+        raise ValueError(f"sink is None; expected a tensor [{H}], since config.sink is True")
+    for name, x in (("gain", gain), ("sink", sink)):
+        if x is None:
+            continue
+        require(name, x, Tensor)
+        if tuple(x.shape) != (H,):
+            raise ValueError(f"{name} has shape {tuple(x.shape)}; expected [{H}], one number a head")
+        if not x.dtype.is_floating_point:
+            raise TypeError(f"{name} is {x.dtype}; expected a floating dtype")
+        if x.device != q.device:
+            raise ValueError(f"{name} is on {x.device}; expected {q.device}, where q is")
+
+
+def check_seed(seed: Tensor | None, q: Tensor) -> None:
+    """A seed of dropout."""
+    if seed is None:
+        return
+    require("seed", seed, Tensor, "torch.tensor([5])")
+    if seed.dtype != torch.int64 or seed.numel() != 1:
+        raise ValueError(f"seed is {seed.dtype} of shape {tuple(seed.shape)}; expected torch.int64 of one element")
+    if seed.device != q.device:
+        raise ValueError(f"seed is on {seed.device}; expected {q.device}, where q is")
+
+
+def check_step(
+    q: Tensor, k: Tensor, v: Tensor, row: Tensor | None, layer: int, config: CarriedConfig, mask: Mask | None,
+    offset: int | Tensor | None, gain: Tensor | None, sink: Tensor | None, row_dtype: torch.dtype | None,
+) -> None:  # fmt: skip
+    """Arguments of a decoding step."""
+    require("config", config, CarriedConfig)
+    check_inputs(q, k, v)
+    B, H, Tq, _ = q.shape
+    Tk = k.shape[2]
+    require("layer", layer, int)
+    if not 0 <= layer < config.layers:
+        raise ValueError(f"layer is {layer}; expected 0 to {config.layers - 1}, since config.layers is {config.layers}")
+    check_heads(config, layer, gain, sink, q)
+    if row is None and layer > 0:
+        raise ValueError(f"row is None; expected {[B, H, Tq, Tk]} for layer {layer}, what the layer before returned")
+    if row is not None:
+        require("row", row, Tensor)
+        if layer == 0:
+            raise ValueError("row is given for layer 0; expected None, since the first layer of a block takes no carry")
+        if tuple(row.shape) != (B, H, Tq, Tk):
+            raise ValueError(f"row has shape {tuple(row.shape)}; expected {(B, H, Tq, Tk)} to fit q and k")
+        if row.dtype not in DTYPES:
+            raise TypeError(f"row is {row.dtype}; expected {_NAMES}")
+        if row.device != q.device:
+            raise ValueError(f"row is on {row.device}; expected {q.device}, where q is")
+    if row_dtype is not None and row_dtype not in DTYPES:
+        raise ValueError(f"row_dtype is {row_dtype!r}; expected {_NAMES}, or None")
+    if mask is not None:
+        require("mask", mask, Mask)
+        mask.check(B, H, Tq, Tk)
+    if isinstance(offset, Tensor):
+        _check_offsets(offset, mask, B, Tq, Tk)
+    elif offset is not None:
+        if isinstance(offset, bool) or not isinstance(offset, int | torch.SymInt):
+            raise TypeError(f"offset is {offset!r}; expected an integer, an integer tensor [{B}], or None")
+        if not 0 <= offset <= Tk - Tq:
+            raise ValueError(f"offset is {offset}; expected 0 to {Tk - Tq}: {Tq} new tokens lie in a cache of {Tk}")
+
+
+def _check_offsets(offset: Tensor, mask: Mask | None, B: int, Tq: int, Tk: int) -> None:
+    if tuple(offset.shape) != (B,):
+        raise ValueError(f"offset has shape {tuple(offset.shape)}; expected [{B}], one position a sequence")
+    if offset.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"offset is {offset.dtype}; expected torch.int32 or torch.int64")
+    if mask is not None and mask.bounds is not None:
+        raise ValueError("mask has bounds and offset is a tensor; expected one of them: offset alone hides later keys")
+    # Reading a GPU's numbers would stall its stream.
+    if offset.device.type == "cpu" and not torch.compiler.is_compiling():
+        if int(offset.min()) < 0 or int(offset.max()) > Tk - Tq:
+            raise ValueError(
+                f"offset is {offset.tolist()}; expected 0 to {Tk - Tq}: {Tq} new tokens lie in a cache of {Tk}"
+            )
