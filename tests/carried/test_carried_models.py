@@ -271,15 +271,16 @@ def test_blocks_of_a_model_share_one_layout(monkeypatch, layers):
     tokens = torch.randint(61, (1, 21))
     made = []
 
-    def layout(*args, **kwargs):
-        made.append(args)
-        return TileLayout(*args, **kwargs)
+    class Counted(TileLayout):
+        def __init__(self, *args, **kwargs):
+            made.append(args)
+            super().__init__(*args, **kwargs)
 
     x = model.embedding(tokens)
     for block in model.blocks:
         x = block(x, mask=mask, positions=torch.arange(21))
     expected = model.head(model.norm(x))
     for module in ("llama", "state"):
-        monkeypatch.setattr(f"tilewise.carried.{module}.TileLayout", layout)
+        monkeypatch.setattr(f"tilewise.carried.{module}.TileLayout", Counted)
     assert torch.equal(model(tokens, mask=mask), expected)
     assert len(made) == 1 + (layers % 4 > 0)
