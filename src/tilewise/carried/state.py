@@ -111,7 +111,9 @@ def carried_attention(
         ValueError, TypeError: shapes, dtypes or options that do not fit, named with what was found and expected.
         RuntimeError: the carry's scores have been overwritten since (a layer run twice under ``plan="mixed"``).
 
-    Rows that see no key give 0 with zero gradient. Bitwise equal from run to run.
+    Rows that see no key give 0 with zero gradient. Bitwise equal from run to run. In a tile (`config.tile` tokens) that
+    a row reads, a value that is not finite spoils the row even where the mask hides it, and such a key its gradient;
+    fill padding with finite numbers. Tiles that the mask hides from all rows are not read.
     """
     require("carry", carry, Carry, "Carry(config)")
     for name, x in (("q", q), ("k", k), ("v", v)):
