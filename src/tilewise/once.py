@@ -17,8 +17,10 @@ current_pass: Callable[[], int] = torch._C._current_graph_task_id
 
 class _Refused(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, gradient: Tensor) -> Tensor:
-        return gradient.view_as(gradient)
+    def forward(ctx, gradient: Tensor, *inputs: Tensor) -> Tensor:
+        # The inputs are there so that a gradient by one of them arrives here: else it "appears to not have been used".
+        # No view: what accumulates beside autograd is added to in place later.
+        return torch.ops.aten._unsafe_view(gradient, gradient.shape)
 
     @staticmethod
     def backward(ctx, _):
@@ -26,6 +28,16 @@ class _Refused(torch.autograd.Function):
             "these gradients cannot be differentiated again: their backward has no gradient of its own; those of "
             "tilewise.depth.mix and carried_attention with impl='reference' can"
         )
+
+
+class _Context:
+    """A Function's ctx whose saved tensors are fetched once: inside a checkpoint a second time is an error."""
+
+    def __init__(self, ctx) -> None:
+        self._ctx, self.saved_tensors = ctx, ctx.saved_tensors
+
+    def __getattr__(self, name: str):
+        return getattr(self._ctx, name)
 
 
 def once(backward: Callable) -> Callable:
@@ -42,9 +54,11 @@ def once(backward: Callable) -> Callable:
             return traced(ctx, *grads)
         if not torch.is_grad_enabled():
             return backward(ctx, *grads)
+        ctx = _Context(ctx)
         with torch.no_grad():
             made = backward(ctx, *grads)
         made = made if isinstance(made, tuple) else (made,)
-        return tuple(x if x is None else _Refused.apply(x.detach().requires_grad_()) for x in made)
+        inputs = [x for x in (*ctx.saved_tensors, *grads) if x is not None and x.requires_grad]
+        return tuple(x if x is None else _Refused.apply(x.detach().requires_grad_(), *inputs) for x in made)
 
     return run

@@ -338,3 +338,32 @@ def test_the_adds_that_complete_blocks_are_counted():
     # Blocks of one sublayer need no add, and Full has none.
     assert Schedule.block(2, 1).vectors_moved() == (1 + 2 + 3, 3)
     assert Schedule.full_attention(2, 2, one_pass_sources=9).vectors_moved() == (1 + 2 + 3, 3)
+
+
+@pytest.mark.parametrize("name", ["block", "block, two phases", "full"])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_a_second_derivative_by_any_leaf_is_refused(name, recompute):
+    residual, x = module(SCHEDULES[name]), torch.randn(3, D, dtype=torch.float64, requires_grad=True)
+    stream = residual(x)
+
+    def part(inner, last):
+        while inner.position < last:
+            l = inner.position
+            inner.write(l, torch.tanh(inner.read(l)))
+
+    for last in (3, L):
+        stream.checkpoint(part, last) if recompute else part(stream, last)
+    (grad,) = torch.autograd.grad(stream.output().square().sum(), x, create_graph=True)
+    for leaf in (x, residual.query, residual.key_weight):
+        with pytest.raises(RuntimeError, match="cannot be differentiated again"):
+            torch.autograd.grad(grad.sum(), leaf, retain_graph=True)
+
+
+def test_a_state_made_in_inference_mode_serves_steps_outside_it():
+    residual, x = module(SCHEDULES["block"]), torch.randn(3, D, dtype=torch.float64)
+    weight = torch.randn(D, D, dtype=torch.float64)
+    with torch.inference_mode():
+        state = InferenceState(residual.schedule, residual.reads(), max_tokens=3)
+        inside = run(state(x), weight)
+    torch.testing.assert_close(run(state(x), weight), inside, rtol=0, atol=0)
+    assert not state.folded.requires_grad

@@ -53,6 +53,9 @@ class InferenceState:
         torch.Size([2, 3, 64])
     """
 
+    # A state made in inference mode serves steps outside it too: an inference tensor could not be written there.
+    @torch.inference_mode(False)
+    @torch.no_grad()
     def __init__(
         self,
         schedule: Schedule,
