@@ -27,6 +27,8 @@ class Stream:
         complete: (number, prefix, update) → the source that a finished block becomes; the sum unless replaced.
 
     Example:
+        >>> import torch
+        >>> from tilewise.nn import AttnRes
         >>> residual = AttnRes(64, Schedule.block(4, 2))
         >>> stream = residual(torch.randn(2, 5, 64))
         >>> for l in range(4):
