@@ -5,9 +5,16 @@ import math
 import torch
 from hidden_cases import CASES, PLANS, spoilt
 
+# A run in the interpreter takes seconds: each way of being hidden once for each way of centring, or of none.
+NAMES = {
+    "stored": ("lengths, causal", "later keys"),
+    "mixed": ("later keys",),
+    "recompute": ("lengths, causal",),
+}
+
 if __name__ == "__main__":
     for plan in PLANS:
-        for name in ("lengths, causal", "later keys"):
+        for name in NAMES[plan]:
             (outputs, grads), (_, zero_grads), (exact, _) = spoilt(name, plan, math.nan, "triton", torch.float16)
             for a, c in zip(outputs, exact, strict=True):
                 assert ((a.double() - c).norm() / c.norm()).item() < 4e-3, (plan, name)

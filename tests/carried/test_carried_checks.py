@@ -256,6 +256,8 @@ def test_modules_and_models():
     refuses("head_width is 7; expected an even number", lambda: CarriedAttention(32, 4, head_width=7))
     two = CarriedConfig(layers=2)
     refuses("layer is 7; expected 0 to 1", lambda: CarriedAttention(32, 4, config=two, layer=7))
+    refuses("layers is 0; expected an integer from 1 on", lambda: LlamaOptions(layers=0))
+    refuses("heads is 2.0; expected an integer from 1 on", lambda: LlamaOptions(heads=2.0))
     model = CarriedLlama(LlamaOptions(layers=2, carried=two))
     one = torch.zeros(1, 1, dtype=torch.int64)
     refuses("tokens has shape (1, 0); expected [B, T] with T at least 1", lambda: model(one[:, :0]))

@@ -49,6 +49,10 @@ class LlamaOptions:
     rotary_base: float = 10000.0
 
     def __post_init__(self) -> None:
+        for name in ("vocabulary", "width", "layers", "heads", "kv_heads", "hidden"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} is {value!r}; expected an integer from 1 on")
         if self.keys not in ("own", "hidden", "shared"):
             raise ValueError(f"keys is {self.keys!r}; expected own, hidden or shared")
         if self.group is not None:
