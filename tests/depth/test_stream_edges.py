@@ -9,7 +9,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tilewise.depth import InferenceState, Schedule, mix_norm_shared, phase1, phase2_first, plan_memory, scores
+from tilewise.depth import (
+    InferenceState,
+    Schedule,
+    fused_attn_res,
+    mix_norm_shared,
+    phase1,
+    phase2_first,
+    plan_memory,
+    scores,
+)
 from tilewise.depth.parallel import SequenceSharded
 from tilewise.depth.shared import SharedSource
 from tilewise.nn import AttnRes, Decoder, DecoderConfig, StandardResidual
@@ -178,6 +187,12 @@ def test_an_operator_without_a_norm_returns_no_alias():
         torch.testing.assert_close(y, o1, rtol=0, atol=0)
 
 
+def test_the_serving_contract_needs_a_query():
+    x, bank = torch.randn(3, D), torch.randn(3, 2, D)
+    with pytest.raises(TypeError, match="qk_weight: found None"):
+        fused_attn_res(x, None, bank, None, None, None, 1, -1, 1e-6, 1e-6)
+
+
 def decoder(kind="block", **changes):
     sizes = dict(vocab=32, d=16, layers=2, heads=2, kv_heads=1, hidden=8, residual=kind, block=3)
     return Decoder(DecoderConfig(**(sizes | changes)))
@@ -300,6 +315,7 @@ def test_weights_and_updates_of_another_kind_are_refused():
         (lambda: AttnRes(D, Schedule.block(4, 2), eps=math.nan), ValueError, "eps: found nan"),
         (lambda: AttnRes(D, Schedule.block(4, 2), output_eps=math.inf), ValueError, "output_eps: found inf"),
         (lambda: StandardResidual(4, -1.0), ValueError, "output_eps: found -1.0"),
+        (lambda: plan_memory(4.5, 8, blocks=2), TypeError, "tokens: found 4.5, expected an integer"),
         (lambda: AttnRes(0, Schedule.block(4, 2)), ValueError, "d: found 0"),
         (lambda: AttnRes(D, Schedule.block(4, 2), impl="foo"), ValueError, "impl: found 'foo'"),
     ],

@@ -82,6 +82,7 @@ def plan_memory(
         chunk: tokens of a prefill chunk, over all devices.
 
     Raises:
+        TypeError: a size that is no integer.
         ValueError: neither or both of schedule and blocks, or a size below 1.
 
     Example:
@@ -92,6 +93,8 @@ def plan_memory(
     if (schedule is None) == (blocks is None):
         raise ValueError("schedule, blocks: expected exactly one of them")
     for name, value in (("tokens", tokens), ("d", d), ("blocks", blocks), ("shards", shards), ("chunk", chunk)):
+        if value is not None and not isinstance(value, int):
+            raise TypeError(f"{name}: found {value!r}, expected an integer")
         if value is not None and value < 1:
             raise ValueError(f"{name}: found {value}, expected at least 1")
     step = tokens if chunk is None else min(tokens, chunk)

@@ -71,6 +71,8 @@ def fused_attn_res(
     check_same("blocks", blocks, torch.Size((shape[0], blocks.shape[1], shape[1])), dtype, device)
     for name, x in (("norm_weight", norm_weight), ("qk_weight", qk_weight), ("output_norm_weight", output_norm_weight)):
         check_vector(name, x, shape[-1], device)
+    if qk_weight is None:
+        raise TypeError("qk_weight: found None, expected a tensor [D]; a mean of the sources is torch.zeros(D)")
     if not 0 <= num_blocks <= blocks.shape[1]:
         raise ValueError(f"num_blocks: found {num_blocks}, expected 0 to {blocks.shape[1]}")
     if not -1 <= block_write_idx < blocks.shape[1]:
