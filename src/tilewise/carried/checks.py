@@ -7,8 +7,9 @@ from torch import Tensor
 
 from ..mask import Mask
 from .config import DTYPES, CarriedConfig
+from .layout import TileLayout
 
-__all__ = ["check_heads", "check_inputs", "check_seed", "check_step", "require"]
+__all__ = ["check_heads", "check_inputs", "check_layout", "check_seed", "check_step", "require"]
 
 _NAMES = "fp16, bf16, fp32 or fp64"
 
@@ -75,6 +76,12 @@ def check_seed(seed: Tensor | None, q: Tensor) -> None:
         raise ValueError(f"seed is {seed.dtype} of shape {tuple(seed.shape)}; expected torch.int64 of one element")
     if seed.device != q.device:
         raise ValueError(f"seed is on {seed.device}; expected {q.device}, where q is")
+
+
+def check_layout(layout: TileLayout, config: CarriedConfig, mask: Mask | None, offset: int | None) -> None:
+    """A layout that was made beforehand."""
+    require("layout", layout, TileLayout)
+    layout.check(config, mask, offset)
 
 
 def check_step(

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..mask import Mask
-from .checks import check_heads, check_inputs, check_seed, require
+from .checks import check_heads, check_inputs, check_layout, check_seed, require
 from .config import CarriedConfig, Options
 from .layout import TileLayout
 from .ops import LayerCall, attend, gradient_edge
@@ -62,8 +62,7 @@ class Carry:
         if offset is not None and (isinstance(offset, bool) or not isinstance(offset, int | torch.SymInt)):
             raise TypeError(f"offset is {offset!r}; expected an integer, or None for Tk − Tq")
         if layout is not None:
-            require("layout", layout, TileLayout)
-            layout.check(self.config, mask, offset)
+            check_layout(layout, self.config, mask, offset)
             mask, offset = layout.mask, layout.offset
         self.mask, self.offset, self.layout = mask, offset, layout
         self.index = 0
