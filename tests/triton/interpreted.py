@@ -15,6 +15,7 @@ os.environ["TRITON_INTERPRET"] = "1"
 import torch
 
 torch.set_num_threads(1)
+sys.path.append(str(Path(__file__).parents[1]))
 
 
 def _poisoned(make):
@@ -31,6 +32,7 @@ from relative_checks import call_of, dense, names_of, run, verdicts  # noqa: E40
 from tensor_cores import NearestTF32, cut_operands  # noqa: E402
 
 import tilewise.triton.plan as plan  # noqa: E402
+from quick_interpreter import quicken  # noqa: E402
 from tilewise import Mask, Options, rows, triton  # noqa: E402
 from tilewise.call import Call  # noqa: E402
 from tilewise.terms import Port  # noqa: E402
@@ -174,5 +176,6 @@ def cancelling() -> list[str]:
 OTHERS = {"unneeded": unneeded, "unneeded-txl": lambda: unneeded("txl", 70), "kept": kept, "cancelling": cancelling}
 
 if __name__ == "__main__":
+    quicken()
     for name in sys.argv[1:]:
         print(json.dumps({"name": name, "missed": OTHERS[name]() if name in OTHERS else missed(name)}), flush=True)

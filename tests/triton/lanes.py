@@ -8,6 +8,7 @@ import numpy as np
 THREADS = np.arange(128, dtype=np.uint32)
 
 
+@lru_cache
 def _place(k: int) -> tuple[np.ndarray, np.ndarray]:
     """Row and first column of the k-th pair of entries of each thread."""
     warp, lane = THREADS // 32, THREADS % 32

@@ -16,12 +16,13 @@ os.environ["TRITON_INTERPRET"] = "1"
 import torch
 
 torch.set_num_threads(1)
-sys.path.append(str(Path(__file__).parent.parent / "carried"))
+sys.path += [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "carried")]
 
 import gluon_model  # noqa: E402
 from interpreted_bf16 import exact_bf16  # noqa: E402
 from relative_checks import dense, names_of  # noqa: E402
 
+from quick_interpreter import quicken  # noqa: E402
 from tilewise import Mask, rows  # noqa: E402
 from tilewise.call import Call  # noqa: E402
 from tilewise.terms import Port  # noqa: E402
@@ -261,6 +262,7 @@ def missed(name: str) -> list[str]:
 
 
 if __name__ == "__main__":
+    quicken()
     exact_bf16()
     for name in sys.argv[1:]:
         if name.startswith("broken:"):

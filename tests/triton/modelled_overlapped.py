@@ -121,6 +121,7 @@ def missed(name: str) -> list[str]:
 
 
 if __name__ == "__main__":
+    modelled.quicken()
     modelled.exact_bf16()
     for name in sys.argv[1:]:
         if name.startswith("broken:"):

@@ -40,3 +40,15 @@ def test_the_operator_contract():
     assert done.returncode == 0, done.stderr[-3000:]
     results = [json.loads(line) for line in done.stdout.splitlines()]
     assert results == [{"name": name, "held": True} for name in ("opcheck", "compiled", "opcheck txl", "compiled txl")]
+
+
+def test_the_quick_interpreter_changes_no_bit_and_refuses_the_same():
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", str(HERE / "both_interpreters.py")], cwd=HERE, capture_output=True, text=True,
+        timeout=500,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    results = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [r["name"] for r in results] == ["shaw", "t5", "shapes", "ranks", "types", "block", "none"]
+    assert [r for r in results if not (r["same"] and r["ran"])] == []
+    assert ["Error" in r["ran"] for r in results[2:]] == [True] * 4 + [False]

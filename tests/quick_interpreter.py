@@ -1,0 +1,95 @@
+"""Triton's interpreter in a fifth of its time, bit for bit the same; `test_interpreted_attention.py` compares both.
+
+Most of that time goes to the types of tensors, which are made anew at every operation; to sums in 64 bits that ask
+whether those in 32 overflow, an answer that only options.debug reads; and to a search of Triton's modules for functions
+to replace at every call of a function.
+"""
+
+import dataclasses
+
+import triton.language as tl
+from triton.language.semantic import TritonSemantic
+from triton.runtime import interpreter
+
+__all__ = ["quicken"]
+
+core = tl.core
+
+
+def _types() -> None:
+    """A block's shape, name and number of entries are computed once for each element type and shape."""
+    made: dict[tuple, dict] = {}
+    make_block = core.block_type.__init__
+    none, one = core.tuple([]), core.constexpr(1)
+
+    def block(self, element_ty, shape):
+        space = getattr(element_ty, "address_space", None)
+        key = element_ty.name, space, *[n if type(n) is int else core._unwrap_if_constexpr(n) for n in shape]
+        found = made.get(key)
+        if found is None:
+            make_block(self, element_ty, shape)
+            found = made[key] = self.__dict__ | {
+                "shapes": core.tuple([core.constexpr(n) for n in self.shape]),
+                "entries": core.constexpr(self.numel),
+            }
+        self.__dict__.update(found)
+
+    def tensor(self, handle, type):
+        self.handle, self.type = handle, type
+        if type.is_block():
+            self.shape, self.numel, self.dtype = type.shapes, type.entries, type.element_ty
+        else:
+            self.shape, self.numel, self.dtype = none, one, type.scalar
+
+    core.block_type.__init__, core.tensor.__init__ = block, tensor
+    # In the interpreter, types are their own intermediate representation.
+    core.block_type.to_ir = lambda self, builder: self
+
+
+def _operands() -> None:
+    """Most comparisons are of a type with itself, and most operands have one shape."""
+    equal, broadcast = core.dtype.__eq__, TritonSemantic.broadcast_impl_value
+    core.dtype.__eq__ = lambda self, other: self is other or equal(self, other)
+
+    def broadcast_impl_value(self, lhs, rhs):
+        a, b = (x.type.shape.values if x.type.is_block() else None for x in (lhs, rhs))
+        return (lhs, rhs) if a == b else broadcast(self, lhs, rhs)
+
+    TritonSemantic.broadcast_impl_value = broadcast_impl_value
+
+
+def _numpy_types() -> None:
+    make = interpreter._get_np_dtype
+    known: dict[str, object] = {}
+
+    def dtype(type):
+        found = known.get(type.name)
+        if found is None:
+            found = known[type.name] = make(type)
+        return found
+
+    interpreter._get_np_dtype = dtype
+
+
+def _language() -> None:
+    """Triton's modules are made the interpreter's own the first time that a function needs them, and stay so."""
+    replace = interpreter._patch_lang
+    known = set()
+
+    def once(fn):
+        if fn not in known:
+            known.add(fn)
+            replace(fn)
+        return interpreter._LangPatchScope()
+
+    interpreter._patch_lang = once
+
+
+def quicken() -> None:
+    """For this process, which must have set TRITON_INTERPRET=1 and must compile no kernel."""
+    assert core.tensor.__init__.__module__ == core.__name__, "the interpreter is quick already"
+    builder = interpreter.interpreter_builder
+    if not builder.options.debug:
+        builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
+    for change in (_types, _operands, _numpy_types, _language):
+        change()
