@@ -5,7 +5,7 @@ from functools import partial
 
 import torch
 from carried_cases import CarriedConfig, dense, inputs
-from interpreted_bf16 import exact_bf16
+from interpreted_bf16 import exact_bf16, quicken
 
 from tilewise.carried import carried_decode
 from tilewise.carried.triton import decode
@@ -81,6 +81,7 @@ def saturated():
 
 
 if __name__ == "__main__":
+    quicken()
     exact_bf16()
     torch.manual_seed(0)
     for name in sys.argv[1:] or [*CASES, "saturated"]:

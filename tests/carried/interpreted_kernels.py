@@ -5,7 +5,7 @@ import sys
 
 import torch
 from carried_cases import CarriedConfig, dense, inputs, promoted, run
-from interpreted_bf16 import exact_bf16
+from interpreted_bf16 import exact_bf16, quicken
 
 from tilewise.carried import TileLayout, blocked
 from tilewise.carried.config import Options
@@ -133,6 +133,7 @@ def check_packing():
 
 
 if __name__ == "__main__":
+    quicken()
     exact_bf16()
     # Refused because of what exact_bf16 puts right.
     launch.refusal = lambda *_: None

@@ -4,12 +4,13 @@ import sys
 
 import torch
 from carried_cases import CarriedConfig
-from interpreted_bf16 import exact_bf16
+from interpreted_bf16 import exact_bf16, quicken
 from precision_study import LIMIT, STUDY, measure
 
 from tilewise.carried.triton import launch
 
 if __name__ == "__main__":
+    quicken()
     exact_bf16()
     # Refused because of what exact_bf16 puts right.
     launch.refusal = lambda *_: None

@@ -9,6 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
+from quick_interpreter import quicken
 from tilewise import depth
 from tilewise.bench import plain_residual
 from tilewise.depth import BlockReads, SharedSource, eager
@@ -20,6 +21,7 @@ from tilewise.depth.triton.launch_phase1 import split_queries
 from tilewise.testing import assert_within_budget
 
 assert os.environ.get("TRITON_INTERPRET") == "1"
+quicken()
 F64 = torch.float64
 DTYPES = [torch.float16, torch.float32]
 

@@ -10,10 +10,13 @@ import pytest
 import torch
 from triton.runtime import interpreter
 
+from quick_interpreter import quicken
 from tilewise import depth
 from tilewise.depth import reference as R
 from tilewise.depth.triton import config, launch
 from tilewise.testing import assert_within_budget
+
+quicken()
 
 
 def chain(self, a, b, c, precision, imprecise):

@@ -3,10 +3,12 @@
 import pytest
 import torch
 
+from quick_interpreter import quicken
 from tilewise.depth import InferenceState, Schedule
 from tilewise.depth.triton import config
 from tilewise.nn import AttnRes
 
+quicken()
 D = 16
 
 
