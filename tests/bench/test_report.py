@@ -125,6 +125,24 @@ def test_report_draws_a_picture_a_case(results, tmp_path):
     assert picture.stat().st_size > 20_000
 
 
+@pytest.mark.parametrize(("factor", "scale"), [(1.1, "linear"), (100.0, "log")])
+def test_axes_of_memory_have_numbers_whatever_the_spread(factor, scale):
+    from matplotlib.figure import Figure
+
+    from tilewise.bench.plots import _looks, _memory
+
+    by_system = {s: {128: {"peak_mib": mib}, 512: {"peak_mib": mib}} for s, mib in (("a", 24.0), ("b", 24.0 * factor))}
+    figure = Figure()
+    axis = figure.subplots()
+    _memory(axis, by_system, _looks([by_system]))
+    figure.canvas.draw()
+    low, high = axis.get_ylim()
+    shown = [t.get_text() for t in axis.get_yticklabels() if low <= t.get_position()[1] <= high and t.get_text()]
+    assert axis.get_yscale() == scale
+    assert len(shown) >= 3
+    assert len(set(shown)) == len(shown)
+
+
 def test_carried_cells_become_bars_with_the_slowest_cut(tmp_path):
     from tilewise.bench.carried_plots import _panels
     from tilewise.bench.plots import plot

@@ -25,8 +25,9 @@ def plot(records: Sequence[dict], folder: str | Path) -> list[Path]:
     """Write ``<case>-<dtype>-<head_dim>.png`` files into `folder`; a system keeps its colour in all of them.
 
     Upper row: TFLOP/s of forward and backward, with the plain-attention baseline measured in the same rounds as a grey
-    line; lower row: peak memory. A system without a valid result at a length has no point there. Cells of the carried
-    set become bars (:func:`tilewise.bench.carried_plots.plot_carried`); the depth set is not drawn.
+    line unless it is drawn as a system; lower row: peak memory, on a logarithmic axis where it spans a factor of 10. A
+    system without a valid result at a length has no speed there. Cells of the carried set become bars
+    (:func:`tilewise.bench.carried_plots.plot_carried`); the depth set is not drawn.
     """
     import matplotlib
 
@@ -85,20 +86,27 @@ def _speed(axis, by_system: dict[str, dict[int, dict]], looks: dict) -> None:
                 plain.setdefault(n, r["tflops"] / r["ratio_to_baseline"])
                 name = r["baseline"]
         _line(axis, points, system, looks)
-    if plain:
+    if plain and name not in by_system:
         axis.plot(*zip(*sorted(plain.items()), strict=True), color="0.6", ls="--", lw=1.2, label=f"{name}, no term")
     axis.set_ylim(bottom=0)
     _lengths(axis, by_system)
 
 
 def _memory(axis, by_system: dict[str, dict[int, dict]], looks: dict) -> None:
-    drawn = False
+    from matplotlib.ticker import LogLocator, StrMethodFormatter
+
+    drawn = []
     for system, by_length in _sorted(by_system):
         points = [(n, r["peak_mib"]) for n, r in sorted(by_length.items()) if r["peak_mib"]]
-        drawn = drawn or bool(points)
+        drawn += [mib for _, mib in points]
         _line(axis, points, system, looks)
-    if drawn:
+    if drawn and max(drawn) >= 10 * min(drawn):
         axis.set_yscale("log")
+        axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    else:
+        # A logarithmic axis has no labelled tick within less than a factor of 2.
+        axis.set_ylim(0, 1.1 * max(drawn, default=1))
+    axis.yaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
     _lengths(axis, by_system)
 
 
