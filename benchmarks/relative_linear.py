@@ -35,11 +35,16 @@ VARIANTS = {
     "3 queries' stages": {"QUERIES_ALONE": (3, None)},
     "320 MiB of dG": {"BUDGET": 320 << 20},
     "1 GiB of dG": {"BUDGET": 1 << 30},
+    "1 diagonal at once": {"AT_ONCE": 1, "SLOTS": 1056},
+    "4 diagonals at once": {"AT_ONCE": 4},
+    "528 programs": {"SLOTS": 528},
     "wide": {"WIDTHS": (64, 128)},
 }
 TRIED = [
     ("shaw", "3 queries' stages", (4096, 2048)),
-    ("txl", "1 GiB of dG", (8192, 2048)),
+    *((case, f"{n} at once", (8192, 2048)) for case in ("deberta", "txl") for n in ("1 diagonal", "4 diagonals")),
+    ("deberta", "528 programs", (8192, 2048)),
+    ("txl", "1 GiB of dG", (8192,)),
 ]
 """Variants of the backward beside the committed one, and the lengths at which they are another one."""
 

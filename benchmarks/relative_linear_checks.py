@@ -76,11 +76,11 @@ OTHERS = {"attend", "grad_key", "grad_query", "project"}
 @contextmanager
 def registers(on: bool, **variant):
     """Inside, calls take the kernels of this script (or never do), with a variant of their constants."""
-    from tilewise.triton import band, config, linear_backward
+    from tilewise.triton import band, band_tables, config, linear_backward
 
     changes = {(config, "SKEW_IN_REGISTERS"): on, (linear_backward, "PORTABLE_FROM"): None}
     for name, value in variant.items():
-        changes[linear_backward if hasattr(linear_backward, name) else band, name] = value
+        changes[next(m for m in (linear_backward, band_tables, band) if hasattr(m, name)), name] = value
     before = {(module, name): getattr(module, name) for module, name in changes}
     for (module, name), value in changes.items():
         setattr(module, name, value)
@@ -138,7 +138,7 @@ def check(job, device, backward: bool, forced: str = ""):
     do = torch.randn(*shape, s.d_v, device=device).to(dtype)
     variant = {"WIDTHS": (64, 128), **FORCED[forced]}
     if forced == "shares":
-        variant["BUDGET"] = 40 * 64 * 64 * (-(-s.Tk // 64) + 1) * 2
+        variant["BUDGET"] = variant["LARGEST"] = 40 * 64 * 64 * (-(-s.Tk // 64) + 1) * 2
     with registers(True, **variant), recorded() as names:
         if device == "meta":
             o, lse = new()

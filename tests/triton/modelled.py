@@ -27,7 +27,7 @@ from tilewise import Mask, rows  # noqa: E402
 from tilewise.call import Call  # noqa: E402
 from tilewise.terms import Port  # noqa: E402
 from tilewise.testing import error_budget  # noqa: E402
-from tilewise.triton import band, band_keys, band_queries, band_tables, linear_backward, plan  # noqa: E402
+from tilewise.triton import band, band_keys, band_queries, linear_backward, plan  # noqa: E402
 from tilewise.triton.config import Limits  # noqa: E402
 from tilewise.triton.launch import launcher  # noqa: E402
 
@@ -249,9 +249,7 @@ def missed(name: str) -> list[str]:
     if name in GRADIENTS:
         if name.endswith("-shares"):
             # Three row blocks at a time, of four a sequence.
-            linear_backward.BUDGET = 3 * 64 * 64 * (4 if name.startswith("both") else 5) * 2
-        # Where there are many, as at lengths that are too long here, they are added up beforehand.
-        band_tables.SHARES_IN_TURN = 1 if name.endswith("-short") else 8
+            linear_backward.BUDGET = linear_backward.LARGEST = 3 * 64 * 64 * (4 if name.startswith("both") else 5) * 2
         leaves = [call.q, call.k, call.v, *call.tensors]
         grads = [torch.full_like(x, float("nan")) for x in leaves]
         linear_backward.backward(call, do, dlse, o, lse, [True] * len(leaves), grads)

@@ -105,6 +105,14 @@ def test_the_backward_is_linear_in_memory(case, most):
     assert found[16384] <= 1.1 * max(most, found[8192])
 
 
+def test_long_rows_fill_the_device():
+    for N, most in ((32768, 1300), (65536, 2600), (262144, 6000)):
+        peak, started = passes(timed_call("txl", N, "meta", tokens=N)[0])["backward"]
+        programs = {grid[0] for kernel, grid, _ in started if kernel == "query_pass"}
+        assert max(programs) >= (264 if N < 2**17 else 64)
+        assert peak <= most
+
+
 def test_banded_terms_can_be_left_to_the_portable_kernels(monkeypatch):
     monkeypatch.setattr(linear_backward, "BANDED", False)
     for case, kernel in (("shaw", "grad_key"), ("deberta", "grad_key"), ("txl", "key_pass")):

@@ -7,7 +7,7 @@ adds what it stored to its diagonals; offsets are summed to table rows at the en
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -23,52 +23,55 @@ from .terms import rows_of
 
 __all__ = ["Diagonals"]
 
-SHARES_IN_TURN = 8
-"""Sums of row blocks that the last kernel adds one after the other: a sum of them beforehand is a launch of its own."""
+AT_ONCE = 2
+"""Diagonals of a program: a tile of the rows' factor is read once for all of them, so that of the bytes that pass the
+L2 cache two are a quarter fewer, four three eighths."""
 
-PROGRAMS = 1056
-"""Programs that keep an H200's memory busy to the end; where there are fewer diagonals, their row blocks are shared."""
+SLOTS = 264
+"""Programs that an H200 runs at once; where there are fewer diagonals, their row blocks are shared out to as many."""
 
 
 @triton.jit(do_not_specialize=["f0", "f1", "H", "B", "G", "blocks", "tiles", "rows", "first", "count", "per", "offset",
                                "ahead", "behind", "batch"])  # fmt: skip
 def collect_tiles(dg, x, bias, out, ranges, sx, head_v, f0, f1, B, G, blocks, tiles, rows, first, count, per, offset,
-                  ahead, behind, batch, D: tl.constexpr, T: tl.constexpr, BIASED: tl.constexpr, SIDES: tl.constexpr,
-                  RANGED: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
-    """out[h, s, m] += Σ of dGᵀ·x over the row blocks that this launch of the pass made, of the head's s-th share.
+                  ahead, behind, batch, D: tl.constexpr, T: tl.constexpr, W: tl.constexpr, BIASED: tl.constexpr,
+                  SIDES: tl.constexpr, RANGED: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
+    """out[h, s, m …] += Σ of dGᵀ·x over the row blocks that this launch of the pass made, of the head's s-th share.
 
     BIASED: x + bias_h instead of x.
 
-    Programs (diagonal m, head, share). f = (key head, batch, block) are the row blocks, f0 … f1 − 1 those made; dG has
-    them for each of G heads. A share's first launch sets instead of adding. SIDES: dG's columns are diagonals, else
-    tiles of the others.
+    Programs (W diagonals from m on, head, share). f = (key head, batch, block) are the row blocks, f0 … f1 − 1 those
+    made; dG has them for each of G heads. A share's first launch sets instead of adding. SIDES: dG's columns are
+    diagonals, else tiles of the others.
     """
     # Computed here, where it shows that it is a multiple of 64: rows are read 16 bytes at a time.
     pitch = (tiles + 1) * T
     if SIDES:
         pitch = count * T
-    m = tl.program_id(0)
+    m = tl.program_id(0) * W
     s = tl.program_id(2)
     h = f0 // (blocks * B) * G + tl.program_id(1)
     start = h // G * B * blocks
     a = tl.maximum(f0, start + s * per)
     e = tl.minimum(f1, tl.minimum(start + (s + 1) * per, start + B * blocks))
-    cc = tl.arange(0, T)
+    rr = tl.arange(0, T)
+    cc = tl.arange(0, W * T)
     d = tl.arange(0, D)
     place = (h * tl.num_programs(2) + s) * count + m
     to = out + tl.cast(place, tl.int64) * (T * D) + cc[:, None] * D + d[None, :]
     if BIASED:
         # Sums of dG's columns by a narrow product: a bias added to x would need a copy of each tile in shared memory.
         ones = tl.full([T, 16], 1.0, tl.float32).to(dg.dtype.element_ty)
-        sums = tl.zeros([T, 16], tl.float32)
-    total = tl.load(to, mask=(cc[:, None] >= 0) & (a > start + s * per), other=0.0)
+        sums = tl.zeros([W * T, 16], tl.float32)
+    mine = (m + cc // T < count)[:, None] & (d[None, :] >= 0)
+    total = tl.load(to, mask=mine & (a > start + s * per), other=0.0)
     if SIDES:
         turns = tl.maximum(e - a, 0)
         n0 = 0
         met = 1
         b0 = 0
     else:
-        n0 = tl.maximum(-first - m, 0)
+        n0 = tl.maximum(-first - m - W + 1, 0)
         met = tl.maximum(tl.minimum(blocks, tiles - first - m + 1) - n0, 0)
         b0 = (a - start) // blocks
         turns = ((e - start + blocks - 1) // blocks - b0) * met
@@ -97,12 +100,15 @@ def collect_tiles(dg, x, bias, out, ranges, sx, head_v, f0, f1, B, G, blocks, ti
             lo = low
             column = m
         # A row block without a band has stored nothing.
-        valid = (f >= a) & (f < e) & (tile >= lo) & (tile <= hi) & (hi > lo)
-        r = n * T + cc
-        at_g = dg + tl.cast((f - f0) * G + h % G, tl.int64) * T * pitch + cc[:, None] * pitch + column * T + cc[None, :]
-        ds = tl.load(at_g, mask=(cc[:, None] >= 0) & valid, other=0.0)
+        made = (f >= a) & (f < e) & (hi > lo)
+        at = tile + cc // T
+        valid = made & (at >= lo) & (at <= hi) & (m + cc // T < count)
+        r = n * T + rr
+        at_g = dg + tl.cast((f - f0) * G + h % G, tl.int64) * T * pitch + rr[:, None] * pitch + column * T + cc[None, :]
+        ds = tl.load(at_g, mask=(rr[:, None] >= 0) & valid[None, :], other=0.0)
         at_x = x + tl.cast(b, tl.int64) * sx[0] + tl.cast(h // G, tl.int64) * sx[1] + r.to(tl.int64)[:, None] * sx[2]
-        value = tl.load(at_x + d[None, :], mask=(r[:, None] < rows) & valid, other=0.0)
+        met_here = made & (tile + W > lo) & (tile <= hi)
+        value = tl.load(at_x + d[None, :], mask=(r[:, None] < rows) & met_here, other=0.0)
         total = tl.dot(tl.trans(ds), value, total, input_precision="ieee")
         if BIASED:
             sums = tl.dot(tl.trans(ds), ones, sums, input_precision="ieee")
@@ -110,7 +116,7 @@ def collect_tiles(dg, x, bias, out, ranges, sx, head_v, f0, f1, B, G, blocks, ti
         row = tl.load(bias + tl.cast(h, tl.int64) * head_v + d).to(tl.float32)
         # All columns are equal.
         total += tl.max(sums, 1)[:, None] * row[None, :]
-    tl.store(to, total)
+    tl.store(to, total, mask=mine)
 
 
 @triton.jit(do_not_specialize=["tau", "heads", "R", "count", "zero", "step"])
@@ -129,35 +135,45 @@ def spread(partial, grad, tau, heads, R, count, zero, step, sh, sr, sd, D: tl.co
     tl.store(to, (total * tau).to(grad.dtype.element_ty), mask=(r < R)[:, None] & (d[None, :] >= 0))
 
 
-@triton.jit(do_not_specialize=["tau", "count", "shares", "blocks", "left_row", "right_row"])
-def sum_rows(partial, order, starts, parts, grad, tau, count, shares, blocks, left_row, right_row, sp, sn, sh, sr, sd,
-             D: tl.constexpr, N: tl.constexpr, ENDS: tl.constexpr):  # fmt: skip
-    """grad[h, r] = τ · (Σ of partial[h] over shares and offsets of row r + what the sides add): program (r, h).
+@triton.jit(do_not_specialize=["R", "tau", "count", "shares", "blocks", "left_row", "right_row"])
+def sum_rows(partial, order, starts, parts, grad, tau, R, count, shares, blocks, left_row, right_row, sp, sn, sh, sr,
+             sd, D: tl.constexpr, N: tl.constexpr, ENDS: tl.constexpr):  # fmt: skip
+    """grad[h, r] = τ · (Σ of partial[h] over shares and offsets of row r + what the sides add), N vectors at a time.
 
     parts[h, n] are the vectors that the saturated sides of block n add to their end rows.
+
+    Programs (h, r); ENDS: two more before, which are the end rows, as they have the most to sum and should start first.
     """
-    r = tl.program_id(0)
-    h = tl.program_id(1)
+    h = tl.program_id(0)
+    r = tl.program_id(1)
     n = tl.arange(0, N)
     d = tl.arange(0, D)
-    total = tl.zeros([N, D], tl.float32)
-    e = tl.load(starts + r + 1)
-    for c in range(tl.load(starts + r), e, N):
-        x = tl.load(order + c + n, mask=c + n < e, other=0)
-        for share in range(0, shares):
-            place = (tl.cast(h * shares + share, tl.int64) * count + x)[:, None] * D + d[None, :]
-            total += tl.load(partial + place, mask=(c + n < e)[:, None] & (d[None, :] >= 0), other=0.0)
+    mine = r >= 0
+    side = 2
     if ENDS:
-        for side in tl.static_range(2):
+        side = r
+        r = tl.where(side == 0, left_row, tl.where(side == 1, right_row, side - 2))
+        mine = (r >= 0) & ((side < 2) | (r != left_row) & (r != right_row))
+        # A map that gives both ends one row has both its sides there.
+        mine = mine & ((side != 1) | (left_row != right_row))
+    total = tl.zeros([N, D], tl.float32)
+    first = tl.load(starts + r, mask=mine, other=0)
+    slots = (tl.load(starts + r + 1, mask=mine, other=0) - first) * shares
+    for c in tl.range(0, slots, N, loop_unroll_factor=2):
+        x = tl.load(order + first + (c + n) // shares, mask=c + n < slots, other=0)
+        place = (tl.cast(h * shares + (c + n) % shares, tl.int64) * count + x)[:, None] * D + d[None, :]
+        total += tl.load(partial + place, mask=(c + n < slots)[:, None] & (d[None, :] >= 0), other=0.0)
+    if ENDS:
+        for which in tl.static_range(2):
             end = left_row
-            if side == 1:
+            if which == 1:
                 end = right_row
-            for first in range(0, tl.where(r == end, blocks, 0), N):
-                at = parts + tl.cast(h, tl.int64) * sp + (first + n)[:, None] * sn + side * D + d[None, :]
-                total += tl.load(at, mask=(first + n < blocks)[:, None] & (d[None, :] >= 0), other=0.0)
+            for c in tl.range(0, tl.where(mine & (r == end), blocks, 0), N, loop_unroll_factor=2):
+                at = parts + tl.cast(h, tl.int64) * sp + (c + n)[:, None] * sn + which * D + d[None, :]
+                total += tl.load(at, mask=(c + n < blocks)[:, None] & (d[None, :] >= 0), other=0.0)
     value = tl.sum(total, 0)
     to = grad + tl.cast(h, tl.int64) * sh + r * sr + d * sd
-    tl.store(to, (value * tau).to(grad.dtype.element_ty))
+    tl.store(to, (value * tau).to(grad.dtype.element_ty), mask=mine & (d >= 0))
 
 
 @dataclass(frozen=True)
@@ -169,6 +185,7 @@ class Diagonals:
         count: diagonals.
         columns: tiles of a row of the buffer.
         base: where a row block's columns begin, less its first row; only where tiles are saturated.
+        heads: of a launch, at most.
     """
 
     L: Layout
@@ -179,17 +196,22 @@ class Diagonals:
     count: int
     columns: int
     base: int
+    heads: int
 
     @classmethod
     def of(cls, L: Layout, n: int) -> Diagonals:
         keyed = L.ports[n].kind == "key"
         blocks, tiles = cdiv(L.Tk if keyed else L.Tq, TILE), cdiv(L.Tq if keyed else L.Tk, TILE)
         if not L.sides:
-            return cls(L, n, blocks, tiles, 1 - blocks, blocks + tiles, tiles + 1, 0)
+            return cls(L, n, blocks, tiles, 1 - blocks, blocks + tiles, tiles + 1, 0, L.H)
         offset, ahead, behind = cls._band(L, keyed)
         first = (offset - ahead + 1) // TILE
         count = cdiv(TILE - 1 + offset + behind, TILE) - first + 1
-        return cls(L, n, blocks, tiles, first, count, count, first * TILE)
+        return cls(L, n, blocks, tiles, first, count, count, first * TILE, L.H)
+
+    def within(self, share: int) -> Diagonals:
+        """The same, for launches of so many row blocks."""
+        return replace(self, heads=min(self.L.H, cdiv(share, self.L.B * self.blocks) * self.group))
 
     @staticmethod
     def _band(L: Layout, keyed: bool) -> tuple[int, int, int]:
@@ -206,9 +228,15 @@ class Diagonals:
 
     @property
     def shares(self) -> int:
-        """Into how many sums the row blocks of a head are shared out: whole sequences, or no fewer than four blocks."""
+        """Into how many sums the row blocks of a head are shared out: whole sequences, or no fewer than four blocks.
+
+        Without saturated tiles the diagonals are of unequal lengths, so there are two programs for a slot.
+        """
         L = self.L
-        return max(1, min(PROGRAMS // (self.count * L.H), L.B * self.blocks // 4 if L.sides else L.B))
+        programs = cdiv(self.count, AT_ONCE) * self.heads
+        if L.sides:
+            return max(1, min(SLOTS // programs, L.B * self.blocks // 4))
+        return max(1, min(2 * SLOTS // programs, L.B))
 
     @property
     def per(self) -> int:
@@ -229,10 +257,10 @@ class Diagonals:
         v, head_v = rows_of_heads(L, "bias") if biased else (L.anchor, 0)
         heads = ((f1 - 1) // per_head - f0 // per_head + 1) * G
         launch(
-            collect_tiles, (self.count, heads, self.shares), dg, x.x, v, partial, L.ranges(self.keyed), x.strides,
-            head_v, f0, f1, L.B, G, self.blocks, self.tiles, L.Tk if self.keyed else L.Tq, self.first, self.count,
-            self.per, *self._band(L, self.keyed), L.mask.batch, D=L.d, T=TILE, BIASED=biased, SIDES=L.sides,
-            RANGED=L.mask.ranged, STAGES=4, num_warps=4,
+            collect_tiles, (cdiv(self.count, AT_ONCE), heads, self.shares), dg, x.x, v, partial,
+            L.ranges(self.keyed), x.strides, head_v, f0, f1, L.B, G, self.blocks, self.tiles,
+            L.Tk if self.keyed else L.Tq, self.first, self.count, self.per, *self._band(L, self.keyed), L.mask.batch,
+            D=L.d, T=TILE, W=AT_ONCE, BIASED=biased, SIDES=L.sides, RANGED=L.mask.ranged, STAGES=4, num_warps=4,
         )  # fmt: skip
 
     def finish(self, partial: Tensor, parts: Tensor | None, grad: Tensor) -> None:
@@ -251,18 +279,16 @@ class Diagonals:
                 self.count * TILE, step * zero, step * turn, *grad.stride(), D=L.d, N=64, num_warps=4,
             )  # fmt: skip
             return
-        total = partial
-        if shared:
-            total = partial.sum((0, 1))[None, None]
-            parts = None if parts is None else parts.sum((0, 1))[None, None]
-        elif self.shares > SHARES_IN_TURN:
-            total = partial.sum(1, keepdim=True)
-        ends = total if parts is None else parts
+        vectors = partial if parts is None else parts
+        # One table for all heads: theirs are further shares and blocks of it.
+        shares, blocks = (L.H if shared else 1) * self.shares, vectors.shape[1] * (L.H if shared else 1)
         order, starts = _by_row(rows, start, step, self.count * TILE, grad.shape[1], L.device)
+        ends = parts is not None
+        warps = 8 if shared else 1
         launch(
-            sum_rows, (grad.shape[1], grad.shape[0]), total, order, starts, ends, grad, L.call.scale,
-            self.count * TILE, total.shape[1], ends.shape[1], *L.ends[n], *ends.stride()[:2], *grad.stride(), D=L.d,
-            N=32, ENDS=parts is not None, num_warps=2,
+            sum_rows, (grad.shape[0], grad.shape[1] + 2 * ends), partial, order, starts, vectors, grad, L.call.scale,
+            grad.shape[1], self.count * TILE, shares, blocks, *L.ends[n], *vectors.stride()[:2], *grad.stride(), D=L.d,
+            N=16 * warps, ENDS=ends, num_warps=warps,
         )  # fmt: skip
 
 

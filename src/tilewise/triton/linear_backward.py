@@ -33,6 +33,11 @@ BUDGET = 540 << 20
 on each of 132 SMs) need 532 MiB. In such shares the passes end together less often: at 8,192 tokens, with three times
 as many bytes as one wave needs, Transformer-XL's backward took 7.17 ms instead of 7.66."""
 
+LARGEST = 4 << 30
+"""Bytes of dG of one wave of row blocks, where :data:`BUDGET` is less: from 17 thousand keys on, in which bytes grow
+with the keys, to 124 thousand. With 64 of 264 row blocks at once a pair took 0.153 ns at 65,536 tokens, 0.054 at
+16,384."""
+
 QUERIES_ALONE: tuple[int, int | None] = (2, None)
 KEYS_ALONE: tuple[int, int | None] = (2, None)
 """Of calls where q alone is projected, at width 64: each pass's stages of tiles, and registers a thread (None: as many
@@ -181,8 +186,9 @@ class _Backward:
 
     def _shares(self, total: int, columns: int, group: int) -> int:
         """Row blocks of one launch: as many as fit, in even shares of whole waves."""
-        most = max(1, BUDGET // (TILE * columns * TILE * group * self.L.bytes))
-        most = most // WAVE * WAVE if most > WAVE else most
+        one = TILE * columns * TILE * group * self.L.bytes
+        most = BUDGET // one
+        most = most // WAVE * WAVE if most > WAVE else max(1, most, min(WAVE, LARGEST // one))
         share = cdiv(total, cdiv(total, most))
         return min(total, most, cdiv(share, WAVE) * WAVE if most >= WAVE else share)
 
@@ -202,8 +208,9 @@ class _Backward:
         total = L.Hk * L.B * cdiv(L.Tk, TILE)
         share, described, base, diagonals = total, self.tensors[0], 0, None
         if self.key is not None:
-            diagonals = self.diagonals_c = Diagonals.of(L, self.key)
+            diagonals = Diagonals.of(L, self.key)
             share, base = self._shares(total, diagonals.columns, L.G), diagonals.base
+            diagonals = self.diagonals_c = diagonals.within(share)
             dh, described = self._buffer(share * L.G * TILE, diagonals.columns)
             self.sums_c = diagonals.room()
         for f0 in range(0, total, share):
@@ -228,6 +235,7 @@ class _Backward:
         total = L.H * L.B * blocks
         diagonals = Diagonals.of(L, n)
         share = self._shares(total, diagonals.columns, 1)
+        diagonals = diagonals.within(share)
         dg, described = self._buffer(share * TILE, diagonals.columns)
         sums = diagonals.room()
         parts = L.anchor
