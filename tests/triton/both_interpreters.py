@@ -39,6 +39,34 @@ def _wrong(x, kind: tl.constexpr):
         tl.store(x + i, tl.load(x + i, mask=i < 8))
 
 
+@triton.jit
+def _both(a, b, c, d):
+    return a * 0.5 + c, d * b - a
+
+
+@triton.jit
+def _sums(a, b, c, d):
+    return a + c, b + d
+
+
+@triton.jit
+def _reduced(x, y, out, AXIS: tl.constexpr):
+    i = tl.arange(0, 8)[:, None] * 32 + tl.arange(0, 32)[None, :]
+    one, two = tl.reduce((tl.load(x + i), tl.load(y + i)), AXIS, _both)
+    kept, _ = tl.reduce((tl.load(x + i), tl.load(y + i)), AXIS, _both, keep_dims=True)
+    first, second = tl.reduce((tl.load(x + i), tl.load(y + i)), AXIS, _sums)
+    tl.store(out + i, tl.expand_dims(one + two + first * second, AXIS) + kept + tl.zeros([8, 32], tl.float32))
+
+
+def reductions(dtype: torch.dtype) -> list[torch.Tensor]:
+    """By functions of the kernel's own, of two tensors of different types, along either axis."""
+    x, y = (torch.randn(8, 32, generator=torch.Generator().manual_seed(n)) for n in range(2))
+    found = [torch.zeros(8, 32) for _ in range(2)]
+    for axis, out in enumerate(found):
+        _reduced[(1,)](x, y.to(dtype), out, axis)
+    return found
+
+
 def refused(kind: str) -> str:
     """What the interpreter says of a kernel with a mistake; the last kind has none."""
     x = torch.arange(16.0)
@@ -65,10 +93,12 @@ if __name__ == "__main__":
     for quick in (False, True):
         if quick:
             quicken()
-        results.append(([attention(*call) for call in CALLS], [refused(kind) for kind in KINDS]))
+        tensors = [*map(reductions, (torch.float32, torch.float16)), *(attention(*call) for call in CALLS)]
+        results.append((tensors, [refused(kind) for kind in KINDS]))
     (tensors, words), (quick_tensors, quick_words) = results
-    for (case, *_), whole, quick in zip(CALLS, tensors, quick_tensors, strict=True):
+    names = ["reductions", "reductions, fp16", *(case for case, *_ in CALLS)]
+    for name, whole, quick in zip(names, tensors, quick_tensors, strict=True):
         same = all(torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0)) for a, b in zip(whole, quick, strict=True))
-        print(json.dumps({"name": case, "same": same, "ran": bool(whole[0].isfinite().all())}), flush=True)
+        print(json.dumps({"name": name, "same": same, "ran": bool(whole[0].isfinite().all())}), flush=True)
     for kind, *said in zip(KINDS, words, quick_words, strict=True):
         print(json.dumps({"name": kind, "same": said[0] == said[1], "ran": said[0]}), flush=True)
