@@ -17,7 +17,7 @@ SHARDS = (
     ("bf16", "beyond"),
     ("tf32-explicit", "tf32-deberta", "wavlm-sides", "cancelling"),
     ("alibi-fp32", "t5-fp32"),
-    ("t5-tall", "wavlm-tall"),
+    ("t5-tall", "t5-lengths-tall", "t5-window-tall", "wavlm-tall"),
     ("txl-heads-dropout", "txl-fp32", "tf32-txl", "txl-bf16-short", "txl-pointers", "unneeded-txl"),
 )
 

@@ -208,7 +208,8 @@ def _key_head(dk, dv, q, k, v, g, qx, kx, vx, stats, stat, pad, terms, zs, value
     blocks = (Tk + BN - 1) // BN
     dk0 = tl.sum(tl.where((j < Tk)[:, None], dk, 0.0), 0)
     dv0 = tl.sum(tl.where((j < Tk)[:, None], dv, 0.0), 0)
-    vlo, vhi, flo, fhi = span_of(ranges, batch, b, j0 // UNIT * UNIT, Tq, UNIT, UNIT, UNIT, RANGED)
+    ROWS: tl.constexpr = BN if BN > UNIT else UNIT
+    vlo, vhi, flo, fhi = span_of(ranges, batch, b, j0 // ROWS * ROWS, Tq, UNIT, ROWS, UNIT, RANGED)
     if not RANGED:
         # Queries beyond Tq have lse = +∞, hence P = 0; keys beyond Tk need the mask.
         fhi = vhi
@@ -216,7 +217,7 @@ def _key_head(dk, dv, q, k, v, g, qx, kx, vx, stats, stat, pad, terms, zs, value
         fhi = tl.where(j0 + BN > Tk, flo, fhi)
     if ELEMENTWISE:
         fhi = flo
-    ba, be = band_of(j0 // UNIT * UNIT - offset, -lo, hi, vlo, vhi, UNIT, UNIT)
+    ba, be = band_of(j0 // ROWS * ROWS - offset, -lo, hi, vlo, vhi, UNIT, ROWS)
     # Where nothing but lse differs between the sides, one loop takes both: the smaller queries are side 1.
     BOTH: tl.constexpr = BAND and SIDES and not (SHIFT_Q or SHIFT_K or SHIFT_V or MASKED or PARTS)
     if BOTH:
