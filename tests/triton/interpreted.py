@@ -1,6 +1,7 @@
 """Runs attention calls through the Triton interpreter; a process of its own, since the switch is read at import.
 
-python interpreted.py NAME …   prints one JSON line a job: its name and what missed its budget.
+python interpreted.py NAME … , NAME …   prints one JSON line a job: its name and what missed its budget. Each group
+between commas has a process of its own, forked from the first; some jobs leave settings behind for those after them.
 """
 
 import json
@@ -28,6 +29,7 @@ def _poisoned(make):
 
 torch.empty = _poisoned(torch.empty)
 
+from forked import groups_of, run_groups  # noqa: E402
 from relative_checks import call_of, dense, names_of, run, verdicts  # noqa: E402
 from tensor_cores import NearestTF32, cut_operands  # noqa: E402
 
@@ -177,7 +179,12 @@ def cancelling() -> list[str]:
 
 OTHERS = {"unneeded": unneeded, "unneeded-txl": lambda: unneeded("txl", 70), "kept": kept, "cancelling": cancelling}
 
+
+def work(names: list[str]) -> None:
+    for name in names:
+        print(json.dumps({"name": name, "missed": OTHERS[name]() if name in OTHERS else missed(name)}), flush=True)
+
+
 if __name__ == "__main__":
     quicken()
-    for name in sys.argv[1:]:
-        print(json.dumps({"name": name, "missed": OTHERS[name]() if name in OTHERS else missed(name)}), flush=True)
+    run_groups(groups_of(sys.argv[1:]), work)

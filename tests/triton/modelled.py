@@ -1,7 +1,8 @@
 """Attention calls through the Hopper kernels as :mod:`gluon_model` runs them; the other kernels are interpreted.
 
 A process of its own, since the interpreter's switch is read at import.
-python modelled.py NAME …   prints one JSON line a job: its name and what missed its budget.
+python modelled.py NAME … , NAME …   prints one JSON line a job: its name and what missed its budget. Each group between
+commas has a process of its own, forked from the first; some jobs leave settings behind for those after them.
 """
 
 import inspect
@@ -19,6 +20,7 @@ torch.set_num_threads(1)
 sys.path += [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "carried")]
 
 import gluon_model  # noqa: E402
+from forked import groups_of, run_groups  # noqa: E402
 from interpreted_bf16 import exact_bf16  # noqa: E402
 from relative_checks import dense, names_of  # noqa: E402
 
@@ -259,11 +261,13 @@ def missed(name: str) -> list[str]:
     return out + [f"{b.name}: error {b.error:.2e}, allowed {b.allowed:.2e}" for b in budgets if not b.ok]
 
 
+def work(names: list[str]) -> None:
+    for name in names:
+        made = {"found": found(name[7:])} if name.startswith("broken:") else {"missed": missed(name)}
+        print(json.dumps({"name": name} | made), flush=True)
+
+
 if __name__ == "__main__":
     quicken()
     exact_bf16()
-    for name in sys.argv[1:]:
-        if name.startswith("broken:"):
-            print(json.dumps({"name": name, "found": found(name[7:])}), flush=True)
-            continue
-        print(json.dumps({"name": name, "missed": missed(name)}), flush=True)
+    run_groups(groups_of(sys.argv[1:]), work)

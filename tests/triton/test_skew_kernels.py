@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from forked import chosen, words_of
 from planned import passes
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
@@ -45,15 +46,29 @@ def lines(script: str, *jobs: str):
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
+@pytest.fixture(scope="module")
+def missed(request):
+    """{job: what missed its budget} of all kinds that are to be run, and what their processes said besides."""
+    words = words_of(chosen(request, "test_within_the_error_budget", "jobs"))
+    done = subprocess.run(
+        [sys.executable, str(HERE / "modelled.py"), *words], cwd=HERE, capture_output=True, text=True, timeout=590,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    found = {line["name"]: line["missed"] for line in map(json.loads, done.stdout.splitlines())}
+    # A process that failed shows in its jobs, unless it failed after them.
+    assert done.returncode == 0 or {*words} - {*found, ","}, done.stderr[-3000:]
+    return found, done.stderr
+
+
 @pytest.mark.parametrize(
     "jobs",
     [FORWARD, *([kind + name for name in names] for kind, names in BACKWARD.items())],
     ids=["forward", *BACKWARD],
 )
-def test_within_the_error_budget(jobs):
-    found = lines("modelled.py", *jobs)
-    assert [line["name"] for line in found] == jobs
-    assert [line for line in found if line["missed"]] == []
+def test_within_the_error_budget(missed, jobs):
+    found, errors = missed
+    assert [job for job in jobs if job not in found] == [], errors[-3000:]
+    assert {job: found[job] for job in jobs if found[job]} == {}
 
 
 def test_a_mistake_shows():
