@@ -3,8 +3,9 @@
 Copies land when their barrier is waited for, and their destination holds NaN until then; products are computed when
 they are waited for and must not differ from what their operands held when they were issued; a copy out must find at
 its end what it found at its start; a barrier that nobody will complete is an error. So a tile that is overwritten too
-early, read too early, or waited for in the wrong phase shows. Inlined PTX runs thread by thread (:mod:`lanes`). What
-this cannot show: barriers between the threads of a program, which the compiler places, and the layouts.
+early, read too early, or waited for in the wrong phase shows. Inlined PTX runs thread by thread (:mod:`lanes`), and
+partitions run in another precedence in every program (:mod:`partitions`). What this cannot show: barriers between the
+threads of a program, which the compiler places, and the layouts.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import types
 import lanes
 import numpy as np
 import torch
+from partitions import Barriers, Partitions, order_of
 from triton.experimental.gluon import language as real
 
 __all__ = ["run"]
@@ -159,32 +161,6 @@ class Shared:
         self.x.copy_(value.x)
 
 
-class Barrier:
-    def __init__(self):
-        self.live = self.expected = False
-        self.done, self.bytes, self.copies = 0, 0, []
-
-    def complete(self):
-        if not self.expected:
-            return False
-        total = sum(c[1].numel() * c[1].element_size() for c in self.copies)
-        assert total == self.bytes, f"a barrier expects {self.bytes} bytes, and {total} are copied"
-        for source, to in self.copies:
-            to.copy_(source)
-        self.done, self.expected, self.bytes, self.copies = self.done + 1, False, 0, []
-        return True
-
-
-class Barriers:
-    """Shared memory that holds barriers."""
-
-    def __init__(self, n):
-        self.all = [Barrier() for _ in range(n)]
-
-    def index(self, n):
-        return self.all[int(n)]
-
-
 class Pending:
     """A product that runs."""
 
@@ -219,14 +195,32 @@ def _bits(x: torch.Tensor) -> np.ndarray:
 class Program:
     """One program: its barriers, products and copies under way, and the language as it sees it."""
 
-    def __init__(self, pid):
-        self.pid, self.products, self.stores = pid, [], []
+    def __init__(self, pid, grid):
+        self.pid, self.grid = pid, grid
+        self.partitions, self.queues = Partitions(), {}
+
+    @property
+    def products(self):
+        """Those under way of the partition that runs."""
+        return self.queues.setdefault(("products", self.partitions.current), [])
+
+    @property
+    def stores(self):
+        return self.queues.setdefault(("stores", self.partitions.current), [])
+
+    def specialize(self, functions, warps, registers):
+        assert len(functions) == len(warps) + 1 == len(registers) + 1
+        number = int(np.ravel_multi_index(self.pid[: len(self.grid)], self.grid))
+        order = order_of(number, len(functions))
+        self.partitions.run([lambda f=f, a=a: f(*a) for f, a in functions], order)
 
     def mma(self, a, b, acc, *, use_acc=True, is_async=False, **_):
         assert is_async
+        self.partitions.switch()
         return Pending(self, a, b, acc, use_acc)
 
     def mma_wait(self, outstanding=0, deps=()):
+        self.partitions.switch()
         while len(self.products) > outstanding:
             self.products.pop(0).finish()
         out = []
@@ -239,21 +233,27 @@ class Program:
 
     def expect(self, bar, n, pred=True):
         if bool(pred):
-            assert bar.live, "a barrier is told before it is made"
-            assert not bar.expected, "a barrier is told twice in one phase"
-            bar.expected, bar.bytes = True, _raw(n)
+            bar.bytes += _raw(n)
+            bar.arrive()
+
+    def arrive(self, bar, count=1, pred=True):
+        if bool(pred):
+            bar.arrive(count)
+            self.partitions.switch()
 
     def wait(self, bar, phase, pred=True):
         if not bool(pred):
             return
         phase = int(_torch(phase))
-        while bar.done == 0 or (bar.done - 1) % 2 != phase:
-            assert bar.complete(), "a barrier is waited for that nothing completes"
+        self.partitions.switch(lambda: bar.passed(phase) or bar.complete)
+        while not bar.passed(phase):
+            assert bar.complete, "a barrier is waited for that nothing completes"
+            bar.land()
 
     def copy_in(self, descriptor, at, bar, to, pred=True):
         if not bool(pred):
             return
-        assert bar.expected, "a copy arrives at a barrier that was not told"
+        assert bar.bytes, "a copy arrives at a barrier that was not told"
         at = [int(n) for n in at]
         box, tensor = descriptor.block_shape, descriptor.base
         assert tensor.dtype == to.x.dtype, "a copy in converts"
@@ -266,6 +266,7 @@ class Program:
             ]
         to.x.fill_(float("nan"))
         bar.copies.append((tile.reshape(to.x.shape), to.x))
+        self.partitions.switch()
 
     def copy_out(self, descriptor, at, source):
         assert descriptor.base.dtype == source.x.dtype, "a copy out converts"
@@ -308,11 +309,14 @@ class Program:
 
     def language(self):
         def init(bar, count):
-            bar.live = True
+            assert not bar.count, "a barrier is made twice"
+            bar.count = _raw(count)
 
         gl = types.SimpleNamespace(**{n: getattr(real, n) for n in dir(real) if not n.startswith("_")})
         pair = lambda f: lambda a, b: Value(f(_torch(a), _torch(b)))  # noqa: E731
         gl.program_id = lambda axis: Value(torch.tensor(self.pid[axis]))
+        gl.num_programs = lambda axis: Value(torch.tensor(self.grid[axis]))
+        gl.warp_specialize = self.specialize
         gl.arange = lambda a, b, layout=None: Value(torch.arange(a, b))
         gl.where = lambda c, a, b: Value(torch.where(_torch(c), _raw(a), _raw(b)))
         gl.maximum, gl.minimum = pair(torch.maximum), pair(torch.minimum)
@@ -326,7 +330,7 @@ class Program:
         gl.static_range = range
         gl.allocate_shared_memory = self.allocate
         gl.inline_asm_elementwise = self.assembly
-        mbarrier = types.SimpleNamespace(init=init, expect=self.expect, wait=self.wait)
+        mbarrier = types.SimpleNamespace(init=init, expect=self.expect, wait=self.wait, arrive=self.arrive)
         mbarrier.MBarrierLayout = type("MBarrierLayout", (), {})
         tma = types.SimpleNamespace(async_copy_global_to_shared=self.copy_in, async_copy_shared_to_global=self.copy_out,
                                     store_wait=self.store_wait)  # fmt: skip
@@ -363,7 +367,7 @@ def run(kernel, grid, *args, **meta):
     meta.pop("maxnreg", None)
     args = [_argument(a) for a in args]
     for pid in np.ndindex(*grid):
-        program = Program([int(n) for n in (*pid, 0, 0)])
+        program = Program([int(n) for n in (*pid, 0, 0)], grid)
         _rebuilt(kernel, program.language(), {})(*args, **meta)
-        assert not program.products, "a product was never waited for"
-        assert not program.stores, "a copy out was never waited for"
+        left = [kind for (kind, _), queue in program.queues.items() if queue]
+        assert not left, f"{left} were never waited for"

@@ -23,6 +23,10 @@ OVERLAPPED = True
 """Whether scores with at most a number an offset take the Hopper forward that forms exponentials beside the products
 (:mod:`.overlapped`)."""
 
+SPECIALISED: dict[int, int] = {}
+"""Head width ↦ keys from which such calls take the forward with a warp for copies and groups of warps that share tiles
+(:mod:`.specialised`) instead; widths that are not here never do."""
+
 
 @dataclass(frozen=True)
 class Tiles:

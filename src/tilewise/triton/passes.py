@@ -30,6 +30,10 @@ def forward(call: Call, o: Tensor, lse: Tensor, kept: Tensor | None = None) -> N
         from . import overlapped
 
         if not overlapped.unsuited(L):
+            if L.Tk >= config.SPECIALISED.get(L.d, L.Tk + 1):
+                from . import specialised
+
+                return specialised.forward(L, o, lse)
             return overlapped.forward(L, o, lse)
     if kept is None and (call.options.skew == "shared" or (call.options.skew == "auto" and L.limits.hopper)):
         reasons = in_shared_memory(L)

@@ -1,0 +1,116 @@
+"""The warp-specialised forward: run from its own source against the fp64 oracle, and compiled for sm_90."""
+
+import sys
+from pathlib import Path
+
+import pytest
+from partitions import Barrier, Partitions, order_of
+from planned import passes
+from test_skew_kernels import lines
+
+from tilewise.triton import config
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+from relative_cases import timed_call
+
+pytest.importorskip("tilewise.triton.specialised")
+
+JOBS = [
+    "none-odd", "none-short", "none-resident", "t5-odd", "t5-three", "t5-causal-three", "t5-window", "t5-lengths",
+    "t5-packed", "t5-cross", "t5-bf16", "wide-causal",
+]  # fmt: skip
+BROKEN = [
+    "early", "last", "phase", "filled", "unasked", "kept", "one", "bytes", "queries", "rows", "ranges", "spare", "band",
+]  # fmt: skip
+
+
+def test_within_the_error_budget():
+    found = lines("modelled_specialised.py", *JOBS)
+    assert [line["name"] for line in found] == JOBS
+    assert [line for line in found if line["missed"]] == []
+
+
+def test_a_mistake_shows():
+    found = {
+        line["name"][7:]: line["found"] for line in lines("modelled_specialised.py", *map("broken:{}".format, BROKEN))
+    }
+    assert list(found) == BROKEN
+    assert [name for name, how in found.items() if not how] == []
+    # Slots that are never freed, or that the first filling waits for, stop everything.
+    for name in ("filled", "kept"):
+        assert "no partition can go on" in found[name]
+    for name in ("early", "last"):
+        assert found[name] == "an operand changed while its product ran"
+
+
+def test_compiled_for_hopper():
+    jobs = ["t5:128", "t5:64"]
+    found = lines("compiled_specialised.py", *jobs)
+    assert [line["case"] for line in found] == jobs
+    for line in found:
+        groups = line["groups"]
+        assert line["local"] == line["touched"] == []
+        # The first scores, two in the loop, the last product.
+        assert line["waits"] == 4 * groups
+        # A group's first turn, the loop's, the last.
+        assert line["freed"] == 3 * groups
+        # Those of a tile's entries of a thread.
+        assert len(line["exponentials"]) == groups
+        assert min(line["exponentials"]) >= 64
+        assert line["shared"] <= 232448
+        assert line["warps"] == 4 * groups + 4
+        # The producer's, and the groups'.
+        assert line["asked"][0] == 24
+        assert {2: 240, 3: 160}[groups] in line["asked"]
+
+
+def test_calls_that_take_it(monkeypatch):
+    def forward(d, N):
+        return [name for name, _, _ in passes(timed_call("t5", N, "meta", H=2, d=d)[0])["forward"][1]]
+
+    assert "attend_overlapped" in forward(128, 2048)
+    monkeypatch.setattr(config, "SPECIALISED", {128: 2048})
+    assert "attend_specialised" in forward(128, 2048)
+    assert "attend_overlapped" in forward(128, 1024)
+    assert "attend_overlapped" in forward(64, 2048)
+
+
+def test_partitions_that_wait_for_one_another():
+    one, two = Barrier(), Barrier()
+    one.count = two.count = 1
+    parts = Partitions()
+
+    def part(mine, other):
+        parts.switch(lambda: other.passed(0))
+        mine.arrive()
+
+    with pytest.raises(AssertionError, match="no partition can go on"):
+        parts.run([lambda: part(one, two), lambda: part(two, one)], (0, 1))
+
+
+def test_partitions_take_precedence():
+    def order(n):
+        parts, seen = Partitions(), []
+
+        def part(me):
+            for _ in range(2):
+                seen.append(me)
+                parts.switch()
+
+        parts.run([lambda me=me: part(me) for me in range(3)], order_of(n, 3))
+        return seen
+
+    assert order(0) == [2, 2, 1, 1, 0, 0]
+    assert order(1) == [0, 0, 1, 1, 2, 2]
+    assert len({order_of(n, 3) for n in range(12)}) == 6
+
+
+def test_a_partition_that_fails_ends_all():
+    parts = Partitions()
+
+    def fails():
+        raise ValueError("no such row")
+
+    with pytest.raises(ValueError, match="no such row"):
+        parts.run([lambda: parts.switch(lambda: False), fails], (0, 1))
+    assert parts.current is None
