@@ -117,18 +117,13 @@ def shape_error(what: str, kind: str, shape: object) -> str | None:
     if not isinstance(shape, (list, tuple)) or len(shape) != len(names) or not all(type(n) is int for n in shape):
         return f"{len(names)} integers: {', '.join(names)}"
     # Both passes of the backward, and what is left to a fold afterwards, decide their bands on 64 × 64 blocks; with
-    # scalar terms alone nothing else depends on the band of the pass over queries.
-    most = 256
-    if what == "keys" or (what in ("forward", "queries") and kind == "value"):
-        most = 64
-    elif what == "queries":
-        most = 128 if kind in ("plain", "scalar") else 64
-    powers = [2**n for n in range(4, 9) if 2**n <= most]
-    for name, n in zip(names[:2], shape[:2], strict=True):
+    # scalar terms alone nothing but a pass's own rows depends on its band.
+    own = 128 if kind in ("plain", "scalar") else 64
+    most = {"keys": (64, own), "queries": (own, 64)}.get(what, (64, 64) if kind == "value" else (256, 256))
+    for name, n, largest in zip(names[:2], shape[:2], most, strict=True):
+        powers = [2**k for k in range(4, 9) if 2**k <= largest]
         if n not in powers:
             return f"{name} of {', '.join(map(str, powers))}"
-    if what == "queries" and shape[1] > 64:
-        return "keys of 16, 32, 64"
     if shape[2] not in (1, 2, 4, 8, 16):
         return "warps of 1, 2, 4, 8, 16"
     return None if all(1 <= n <= 8 for n in shape[3:]) else "stages from 1 to 8"
