@@ -83,6 +83,10 @@ def perform(job) -> None:
         from relative_scalars import backward_of
 
         backward_of(*rest, "meta")()
+    elif kind == "specialised":
+        from relative_specialised import perform as of_specialised
+
+        of_specialised(*rest)
     elif kind == "linear":
         from relative_linear import perform as of_linear
 

@@ -21,6 +21,7 @@ from tilewise.triton.specialised import Shape
 TWO, THREE = Shape(2, 64, 2, 240), Shape(3, 64, 3, 160)
 WIDE = Shape(2, 128, 3, 240)
 RESIDENT = Shape(2, 64, 3, 240, resident=True)
+ORDERED = Shape(3, 64, 2, 160, ordered=True, resident=True)
 CAUSAL = rows.t5_buckets(32, 40, False)
 LENGTHS = lambda: Mask.lengths(torch.tensor([330, 0]))  # noqa: E731
 
@@ -45,6 +46,7 @@ JOBS = {
     "t5-offset": (TWO, lambda: call_of(BUCKETS, 300, 300, offset=37)),
     "t5-bf16": (TWO, lambda: call_of(BUCKETS, 400, dtype=BRAIN, table=torch.float32)),
     "t5-resident": (RESIDENT, lambda: call_of(BUCKETS, 330, B=2, H=2, mask=Mask.window(90, 60))),
+    "t5-ordered": (ORDERED, lambda: call_of(BUCKETS, 420, 400, B=2)),
     "clipped": (THREE, lambda: call_of(rows.clipped(-90, 20), 460)),
     "windowed": (TWO, lambda: call_of(rows.windowed(-9, 30), 460)),
     "wide-causal": (WIDE, lambda: call_of(BUCKETS, 400, d=128, mask=Mask.causal())),
@@ -61,6 +63,7 @@ BROKEN = {
     "unasked": ("t5", COPY, "_await(free, turn + STAGES, STAGES)", "pass"),
     "kept": ("none-resident", ATTEND, "        _free(free, turn, STAGES)\n        turn += 1\n        served",
              "        turn += 1\n        served"),
+    "order": ("t5-ordered", "_begun", "(GROUP + 1) % GROUPS", "GROUP"),
     "one": ("t5", KERNEL, "free.index(stage), count=GROUPS", "free.index(stage), count=1"),
     "bytes": ("t5", COPY, "2 * BYTES", "BYTES"),
     "values": ("t5", COPY, "_key_of(u - 1, t1", "_key_of(u, t1"),

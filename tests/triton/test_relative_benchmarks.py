@@ -175,6 +175,7 @@ def test_memory_checks_can_be_compiled_beforehand(noted):
         ("linear", "time", 512, 64, "shaw", True, "3 queries' stages"),
         ("linear", "time", 512, 64, "txl", False, "as committed"),
         ("linear", "check", *relative_linear_checks.checks(("banded",))[0]),
+        ("specialised", "time", "t5", 64, 2048, True, "2x128"),
     ],
 )  # fmt: skip
 def test_every_job_can_be_compiled_ahead(noted, job):

@@ -37,6 +37,7 @@ __all__ = ["SHAPES", "Shape", "forward", "shape_of"]
 class Shape:
     """Groups of 64 queries, keys of a tile, tiles of each of K and V in the ring, registers of a group's thread.
 
+    `ordered`: groups start their products in turn, so that those of one run while another forms exponentials.
     `resident`: as many programs as the GPU has SMs, each of which takes one block of queries after the other.
     """
 
@@ -44,22 +45,26 @@ class Shape:
     keys: int
     stages: int
     registers: int
+    ordered: bool = False
     resident: bool = False
 
 
 SHAPES = {(64, False): Shape(3, 128, 4, 160), (64, True): Shape(2, 128, 4, 240), (128, False): Shape(2, 128, 3, 240),
-          (128, True): Shape(2, 128, 2, 240)}  # fmt: skip
-"""(width, whether entries are masked) ↦ shape."""
+          (128, True): Shape(2, 128, 3, 240)}  # fmt: skip
+"""(width, whether entries are masked) ↦ shape. Masks need more registers than three groups can have."""
 
 _ROWS = gl.constexpr(BLOCK)
 
 
 @gluon.jit
 def _block(block, H, Tq, GROUPS: gl.constexpr):
-    """(first query, sequence, head) of the block-th GROUPS · 64 queries."""
+    """(first query, sequence, head) of the block-th GROUPS · 64 queries, a head's last ones first.
+
+    Under a causal mask those take longest: what a GPU's SMs end with is short.
+    """
     blocks = (Tq + GROUPS * _ROWS - 1) // (GROUPS * _ROWS)
     n = block // blocks
-    return block % blocks * (GROUPS * _ROWS), n // H, n % H
+    return (blocks - 1 - block % blocks) * (GROUPS * _ROWS), n // H, n % H
 
 
 @gluon.jit
@@ -104,6 +109,23 @@ def _free(bars, turn, STAGES: gl.constexpr):
 
 
 @gluon.jit
+def _begin(order, turn, GROUP: gl.constexpr, ORDERED: gl.constexpr):
+    """Wait until the group before this one has started its products: for the first group, those of the turn before."""
+    if ORDERED:
+        if GROUP == 0:
+            mbarrier.wait(order.index(GROUP), (turn + 1) & 1)
+        else:
+            mbarrier.wait(order.index(GROUP), turn & 1)
+
+
+@gluon.jit
+def _begun(order, GROUP: gl.constexpr, GROUPS: gl.constexpr, ORDERED: gl.constexpr):
+    """Let the next group start its products."""
+    if ORDERED:
+        mbarrier.arrive(order.index((GROUP + 1) % GROUPS), count=1)
+
+
+@gluon.jit
 def _copy(k, v, ks, vs, full, free, ranges, H, G, Tq, Tk, offset, lo, hi, batch, blocks, BYTES: gl.constexpr,
           BN: gl.constexpr, STAGES: gl.constexpr, GROUPS: gl.constexpr, RANGED: gl.constexpr,
           SIDES: gl.constexpr):  # fmt: skip
@@ -125,10 +147,10 @@ def _copy(k, v, ks, vs, full, free, ranges, H, G, Tq, Tk, offset, lo, hi, batch,
 
 
 @gluon.jit
-def _attend(GROUP: gl.constexpr, q, o, qs, ks, vs, q_full, full, free, lse, slab, table, rule, ranges, c, over, H, HT,
-            Tq, Tk, offset, lo, hi, head, width, shift, end_a, end_b, head_t, step_t, left, right, batch, blocks,
-            D: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, GROUPS: gl.constexpr, TERM: gl.constexpr,
-            SIDES: gl.constexpr, RANGED: gl.constexpr, MASKED: gl.constexpr):  # fmt: skip
+def _attend(GROUP: gl.constexpr, q, o, qs, ks, vs, q_full, full, free, order, lse, slab, table, rule, ranges, c, over,
+            H, HT, Tq, Tk, offset, lo, hi, head, width, shift, end_a, end_b, head_t, step_t, left, right, batch, blocks,
+            D: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, GROUPS: gl.constexpr, ORDERED: gl.constexpr,
+            TERM: gl.constexpr, SIDES: gl.constexpr, RANGED: gl.constexpr, MASKED: gl.constexpr):  # fmt: skip
     """O and lse of the GROUP-th 64 queries of each block. See :func:`.overlapped.attend_overlapped`."""
     s_mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
     o_mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
@@ -176,7 +198,9 @@ def _attend(GROUP: gl.constexpr, q, o, qs, ks, vs, q_full, full, free, lse, slab
         zero = gl.zeros([_ROWS, BN], gl.float32, s_mma)
         mbarrier.wait(q_full, served & 1)
         _await(full, turn, STAGES)
+        _begin(order, turn, GROUP, ORDERED)
         scores = warpgroup_mma(qs, ks.index(turn % STAGES).permute((1, 0)), zero, use_acc=False, is_async=True)
+        _begun(order, GROUP, GROUPS, ORDERED)
         s = warpgroup_mma_wait(0, deps=[scores])
         prob, m, shrink = _weights(s, 0, t1, band, first, m, here, shift - i0, reach, over, left_edge, right_edge, rule,
                                    b, i, flo, fhi, Tq, Tk, offset, left, right, c, BN, s_mma, TERM, SIDES,
@@ -189,8 +213,10 @@ def _attend(GROUP: gl.constexpr, q, o, qs, ks, vs, q_full, full, free, lse, slab
         _await(full, turn, STAGES)
         for u in range(1, tiles):
             slot = turn % STAGES
+            _begin(order, turn, GROUP, ORDERED)
             scores = warpgroup_mma(qs, ks.index(slot).permute((1, 0)), zero, use_acc=False, is_async=True)
             sums = warpgroup_mma(operand, vs.index(slot), acc, is_async=True)
+            _begun(order, GROUP, GROUPS, ORDERED)
             s = warpgroup_mma_wait(1, deps=[scores])
             prob, new, shrink = _weights(s, u, t1, band, first, m, here, shift - i0, reach, over, left_edge, right_edge,
                                          rule, b, i, flo, fhi, Tq, Tk, offset, left, right, c, BN, s_mma, TERM, SIDES,
@@ -204,7 +230,9 @@ def _attend(GROUP: gl.constexpr, q, o, qs, ks, vs, q_full, full, free, lse, slab
             turn += 1
             acc = acc * gl.convert_layout(shrink, row_of_o)[:, None]
             operand = gl.convert_layout(prob.to(qs.dtype), gl.DotOperandLayout(0, o_mma, 2))
+        _begin(order, turn, GROUP, ORDERED)
         sums = warpgroup_mma(operand, vs.index(turn % STAGES), acc, is_async=True)
+        _begun(order, GROUP, GROUPS, ORDERED)
         acc = warpgroup_mma_wait(0, deps=[sums])
         _free(free, turn, STAGES)
         turn += 1
@@ -247,8 +275,8 @@ def _fork(given, copied, GROUPS: gl.constexpr, REGISTERS: gl.constexpr):
 def attend_specialised(q, k, v, o, lse, slab, table, rule, ranges, c, over, H, G, HT, Tq, Tk, offset, lo, hi, head,
                        width, shift, end_a, end_b, head_t, step_t, left, right, batch, blocks, D: gl.constexpr,
                        DTYPE: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, GROUPS: gl.constexpr,
-                       REGISTERS: gl.constexpr, TERM: gl.constexpr, SIDES: gl.constexpr, RANGED: gl.constexpr,
-                       MASKED: gl.constexpr, ROWS_Q: gl.constexpr, ROWS_K: gl.constexpr,
+                       REGISTERS: gl.constexpr, ORDERED: gl.constexpr, TERM: gl.constexpr, SIDES: gl.constexpr,
+                       RANGED: gl.constexpr, MASKED: gl.constexpr, ROWS_Q: gl.constexpr, ROWS_K: gl.constexpr,
                        num_warps: gl.constexpr):  # fmt: skip
     """O and lse of blocks of GROUPS · 64 queries, of which there are `blocks`, every num_programs-th one.
 
@@ -258,25 +286,27 @@ def attend_specialised(q, k, v, o, lse, slab, table, rule, ranges, c, over, H, G
     ks = gl.allocate_shared_memory(DTYPE, [STAGES, BN, D], ROWS_K)
     vs = gl.allocate_shared_memory(DTYPE, [STAGES, BN, D], ROWS_K)
     q_full = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], mbarrier.MBarrierLayout())
+    order = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], mbarrier.MBarrierLayout())
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for group in gl.static_range(GROUPS):
         mbarrier.init(q_full.index(group), count=1)
+        mbarrier.init(order.index(group), count=1)
     for stage in gl.static_range(STAGES):
         mbarrier.init(full.index(stage), count=1)
         mbarrier.init(free.index(stage), count=GROUPS)
     fence_async_shared()
     barrier()
-    _fork((q, o, qs, ks, vs, q_full, full, free, lse, slab, table, rule, ranges, c, over, H, HT, Tq, Tk, offset, lo, hi,
-           head, width, shift, end_a, end_b, head_t, step_t, left, right, batch, blocks, D, BN, STAGES, GROUPS, TERM,
-           SIDES, RANGED, MASKED),
+    _fork((q, o, qs, ks, vs, q_full, full, free, order, lse, slab, table, rule, ranges, c, over, H, HT, Tq, Tk, offset,
+           lo, hi, head, width, shift, end_a, end_b, head_t, step_t, left, right, batch, blocks, D, BN, STAGES, GROUPS,
+           ORDERED, TERM, SIDES, RANGED, MASKED),
           (k, v, ks, vs, full, free, ranges, H, G, Tq, Tk, offset, lo, hi, batch, blocks, BN * D * 2, BN, STAGES,
            GROUPS, RANGED, SIDES), GROUPS, REGISTERS)  # fmt: skip
 
 
 def shape_of(L: Layout) -> Shape:
     """The shape that a call takes."""
-    return SHAPES[L.d, L.mask.ranged or L.mask.elementwise]
+    return SHAPES[L.d, L.masked(SHAPES[L.d, False].keys) or L.mask.elementwise]
 
 
 def forward(L: Layout, o: Tensor, lse: Tensor, shape: Shape | None = None) -> None:
@@ -292,9 +322,10 @@ def forward(L: Layout, o: Tensor, lse: Tensor, shape: Shape | None = None) -> No
         L.mask.queries, L.c, 1.0 / L.call.scale, L.H, L.G, heads, L.Tq, L.Tk, L.call.offset, L.lo, L.hi,
         slab.memory.stride(0), slab.width, slab.shift - L.call.offset, *ends, L.head_stride(0) if L.ports else 0,
         table.stride(1), L.mask.left, L.mask.right, L.mask.batch, blocks, D=L.d, DTYPE=dtype_of(L.dtype), BN=shape.keys,
-        STAGES=shape.stages, GROUPS=shape.groups, REGISTERS=shape.registers, TERM=bool(L.ports),
-        SIDES=bool(L.ports) and L.sides, RANGED=L.mask.ranged, MASKED=L.masked(shape.keys) or L.mask.elementwise,
-        ROWS_Q=rows_layout(L.d, L.dtype), ROWS_K=rows_layout(L.d, L.dtype, shape.keys), num_warps=4,
+        STAGES=shape.stages, GROUPS=shape.groups, REGISTERS=shape.registers, ORDERED=shape.ordered,
+        TERM=bool(L.ports), SIDES=bool(L.ports) and L.sides, RANGED=L.mask.ranged,
+        MASKED=L.masked(shape.keys) or L.mask.elementwise, ROWS_Q=rows_layout(L.d, L.dtype),
+        ROWS_K=rows_layout(L.d, L.dtype, shape.keys), num_warps=4,
     )  # fmt: skip
 
 
