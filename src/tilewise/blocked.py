@@ -76,11 +76,17 @@ def _fusable(plan: Plan) -> bool:
     )  # fmt: skip
 
 
+def _by_rows(x: Tensor) -> Tensor:
+    """x with rows that PyTorch's fused kernel can read: it takes the last stride for 1 and does not ask."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
 def _fused(plan: Plan, o: Tensor, lse: Tensor) -> None:
     """Forward of a call that is fusable. The window is a part of the vector, since it too depends on δ alone."""
     call, mask = plan.call, plan.call.mask
     B, H, Tq, _ = call.q.shape
     bias, ranges = plan.terms.all_offsets(), plan.key_ranges()
+    q, k, v = (_by_rows(x) for x in (call.q, plan.k, plan.v))
     bounded = mask.left < UNBOUNDED or mask.right < UNBOUNDED
     n = min(Tq, FUSED_ROWS) if bounded else Tq
     entries = [slice(0, B)] if len(set(ranges)) == 1 else [slice(b, b + 1) for b in range(B)]
@@ -96,7 +102,7 @@ def _fused(plan: Plan, o: Tensor, lse: Tensor) -> None:
                 strides = (0, bias.stride(0) if len(bias) > 1 else 0, 1, 1)
                 view = bias.as_strided((1, H, rows.stop - i0, hi - lo), strides, Tq - rows.stop + lo)
             O, row_lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-                call.q[entry, :, rows].flip(2).to(plan.dtype), plan.k[entry, :, lo:hi], plan.v[entry, :, lo:hi],
+                _by_rows(q[entry, :, rows].flip(2).to(plan.dtype)), k[entry, :, lo:hi], v[entry, :, lo:hi],
                 attn_mask=view, scale=call.scale,
             )  # fmt: skip
             O, row_lse = O.flip(2), row_lse.flip(2)

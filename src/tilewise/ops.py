@@ -60,9 +60,13 @@ def _kept(call: Call, impl: str) -> Tensor:
 
 def _gradients(q: Tensor, k: Tensor, v: Tensor, tensors: list[Tensor], need: list[bool]) -> list[Tensor]:
     """One buffer a gradient; an empty one where nobody asked."""
-    return [
-        torch.empty_like(x) if wanted else x.new_empty(0) for x, wanted in zip((q, k, v, *tensors), need, strict=True)
-    ]
+    return [_buffer(x) if wanted else x.new_empty(0) for x, wanted in zip((q, k, v, *tensors), need, strict=True)]
+
+
+def _buffer(x: Tensor) -> Tensor:
+    """Room for the gradient of x in its layout, but with rows that lie in one piece: the kernels write them so."""
+    grad = torch.empty_like(x)
+    return grad if grad.ndim == 0 or grad.stride(-1) == 1 else x.new_empty(x.shape)
 
 
 def _forward(*args):
