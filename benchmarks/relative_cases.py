@@ -119,7 +119,7 @@ def timed_call(
     if case == "t5":
         x["q"] *= 0.125
     if case == "shaw":
-        from tilewise.terms import Shaw
+        from tilewise import Shaw
 
         terms, scale = Shaw(x["keys"], left=64, right=64), d**-0.5
     else:

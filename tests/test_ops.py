@@ -1,5 +1,8 @@
 """The operator contract: opcheck, compilation, autocast, checkpointing, meta tensors, FLOPs, double backward."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from torch._dynamo.utils import counters
@@ -151,6 +154,47 @@ def test_a_map_of_given_rows_compiles_when_it_is_made_outside():
         x = torch.randn(2, 4, T, 16), torch.randn(4, 3, requires_grad=True), torch.randn(3, 16, requires_grad=True)
         torch.testing.assert_close(compiled(*x), run(*x))
         torch.testing.assert_close(*(torch.autograd.grad(f(*x).sin().sum(), x[1:]) for f in (compiled, run)))
+
+
+def test_a_compiled_call_takes_other_heads_biases_and_matrices():
+    def attend(q, k, w, u, keys, seen):
+        terms = (tw.T5(w), tw.QueryBias(u), *tw.Shaw(keys, left=2, right=2))
+        return tw.attention(q, k, k, terms=terms, mask=tw.Mask.full(seen), impl="blocked")
+
+    whole = torch.compile(attend, fullgraph=True, dynamic=True, backend="aot_eager")
+    for H, Tq, Tk in ((2, 9, 9), (4, 9, 11), (6, 12, 13)):
+        arguments = (
+            torch.randn(2, H, Tq, 8), torch.randn(2, H, Tk, 8), torch.randn(32, H), torch.randn(H, 8),
+            torch.randn(H, 5, 8), torch.rand(2, H, Tq, Tk) > 0.2,
+        )  # fmt: skip
+        torch.testing.assert_close(whole(*arguments), attend(*arguments))
+
+
+def test_an_exported_program_says_that_it_needs_its_explicit_map(tmp_path):
+    class Module(torch.nn.Module):
+        def forward(self, q, w):
+            return tw.attention(q, q, q, terms=tw.Scalar(w, rows))
+
+    rows = tw.explicit([0, 1, 2, 1, 5], -2)
+    q, w = torch.randn(1, 2, 9, 8), torch.randn(2, 6)
+    torch.export.save(torch.export.export(Module(), (q, w), strict=False), tmp_path / "program.pt2")
+    torch.save((q, w, Module()(q, w)), tmp_path / "expected.pt")
+    load = f"""
+import torch, tilewise
+program = torch.export.load({str(tmp_path / "program.pt2")!r}).module()
+q, w, expected = torch.load({str(tmp_path / "expected.pt")!r})
+try:
+    program(q, w)
+except RuntimeError as error:
+    print(error)
+tilewise.explicit([0, 1, 2, 1, 5], -2)
+print(torch.equal(program(q, w), expected))
+"""
+    done = subprocess.run([sys.executable, "-c", load], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    said, same = done.stdout.splitlines()
+    assert "make the same map, tilewise.explicit(rows, first), before it runs" in said
+    assert same == "True"
 
 
 def test_one_tensor_may_be_query_key_and_value_of_a_compiled_call():

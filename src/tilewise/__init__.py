@@ -4,24 +4,9 @@ from .api import attention, why_not
 from .call import Options, Unsupported
 from .info import explain
 from .mask import Mask
+from .mechanisms import T5, VITS, ALiBi, DeBERTa, DeBERTaV1, Inkling, MPNet, Shaw, TransformerXL, WavLM
 from .rows import RowMap, clipped, compact, deberta_buckets, explicit, identity, t5_buckets, windowed
-from .terms import (
-    T5,
-    VITS,
-    ALiBi,
-    DeBERTa,
-    DeBERTaV1,
-    Inkling,
-    MPNet,
-    OnKey,
-    OnQuery,
-    OnValue,
-    QueryBias,
-    Scalar,
-    Shaw,
-    TransformerXL,
-    WavLM,
-)  # fmt: skip
+from .terms import OnKey, OnQuery, OnValue, QueryBias, Scalar
 
 __version__ = "0.1.0"
 __all__ = [

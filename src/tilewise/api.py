@@ -43,8 +43,9 @@ def attention(
 
     S_ij = τ·(q_i·k_j + terms) + scalar terms (:mod:`tilewise.terms` has the equation), O = softmax(S)·V over the keys
     that the mask shows. Differentiable once in q, k, v and every tensor of the terms, by autograd: torch.func's
-    transforms and forward mode are not supported. A program exported with ``strict=False`` infers and trains; one
-    exported with ``strict=True`` infers alone.
+    transforms, batched gradients and forward mode need ``impl="reference"``. A program exported with ``strict=False``
+    infers and trains; one exported with ``strict=True`` infers alone. An :func:`~tilewise.explicit` map has to be made
+    again where such a program is loaded.
 
     Args:
         q: [B, H, Tq, d], fp64, fp32, bf16 or fp16.
@@ -77,6 +78,29 @@ def attention(
         >>> o.shape
         torch.Size([1, 6, 100, 64])
     """
+    call, terms = prepared(q, k, v, terms, mask, scale, offset, dropout_p, options)
+    if empty_rows not in ("zero", "uniform"):
+        raise ValueError(f"empty_rows is {empty_rows!r}; expected 'zero' or 'uniform'")
+    if call.dropout_p > 0.0:
+        call = replace(call, seed=torch.randint(2**62, (1,), device=call.q.device))
+    chosen = _choose(call, impl)
+    if chosen != "triton" and any(port.biased for port in call.ports):
+        content, ports = lower(call.q, terms)
+        call = replace(call, q=content, ports=tuple(ports))
+    if chosen == "reference":
+        o, lse = attention_reference(
+            call.q, call.k, call.v, call.ports, call.mask, call.scale, call.offset, call.dropout_p, call.seed
+        )
+    else:
+        o, lse = attend(call, spec_of(call.ports), chosen)
+    if empty_rows == "uniform" and call.k.shape[2]:
+        mean = call.v.mean(-2, keepdim=True).repeat_interleave(q.shape[1] // v.shape[1], dim=1)
+        o = torch.where((lse == float("-inf"))[..., None], mean.to(o.dtype), o)
+    return (o, lse) if return_lse else o
+
+
+def prepared(q, k, v, terms, mask, scale, offset, dropout_p, options) -> tuple[Call, tuple[Term, ...]]:
+    """The call that these arguments of :func:`attention` make, without a seed, and its terms; raises as it does."""
     terms = flatten(terms)
     _check_tensors(q, k, v)
     _check_biases(q, terms)
@@ -97,28 +121,12 @@ def attention(
     dropout_p = _number("dropout_p", dropout_p)
     if not 0.0 <= dropout_p < 1.0:
         raise ValueError(f"dropout_p is {dropout_p}; expected 0 ≤ dropout_p < 1")
-    if empty_rows not in ("zero", "uniform"):
-        raise ValueError(f"empty_rows is {empty_rows!r}; expected 'zero' or 'uniform'")
     options = Options() if options is None else options
     if not isinstance(options, Options):
         raise TypeError(f"options is a {type(options).__name__}; expected Options, such as Options(skew='memory')")
     content, ports = lower(q, terms, biases=True)
     _check_ports(q, v.shape[3], ports, offset, Tk)
-    seed = torch.randint(2**62, (1,), device=q.device) if dropout_p > 0.0 else None
-    call = Call(content, k, v, tuple(ports), mask, scale, offset, dropout_p, seed, options)
-
-    chosen = _choose(call, impl)
-    if chosen != "triton" and any(port.biased for port in ports):
-        content, ports = lower(q, terms)
-        call = replace(call, q=content, ports=tuple(ports))
-    if chosen == "reference":
-        o, lse = attention_reference(content, k, v, ports, mask, scale, offset, dropout_p, seed)
-    else:
-        o, lse = attend(call, spec_of(ports), chosen)
-    if empty_rows == "uniform" and Tk:
-        mean = v.mean(-2, keepdim=True).repeat_interleave(q.shape[1] // v.shape[1], dim=1)
-        o = torch.where((lse == float("-inf"))[..., None], mean.to(o.dtype), o)
-    return (o, lse) if return_lse else o
+    return Call(content, k, v, tuple(ports), mask, scale, offset, dropout_p, None, options), terms
 
 
 def why_not(impl: str, call: Call) -> list[str]:
@@ -202,7 +210,8 @@ def _check_biases(q: Tensor, terms: tuple[Term, ...]) -> None:
         if bias is not None:
             width = d if isinstance(term, QueryBias) else term.table.shape[-1]
             _check_values(f"{name}.bias", bias)
-            if tuple(bias.shape) not in ((H, width), (1, width)):
+            # Not `in`: to torch.compile a size is a symbol, which it does not find in a tuple.
+            if bias.dim() != 2 or bias.shape[1] != width or (bias.shape[0] != H and bias.shape[0] != 1):
                 raise ValueError(f"{name}.bias has shape {tuple(bias.shape)}; expected [{H}, {width}], heads and width")
             if bias.device != q.device:
                 raise ValueError(f"{name}.bias is on {bias.device}; expected {q.device}, where q is")
@@ -213,14 +222,14 @@ def _check_ports(q: Tensor, d_v: int, ports: list[Port], offset: int, Tk: int) -
     names = {"scalar": "Scalar", "query": "OnQuery", "key": "OnKey", "value": "OnValue"}
     for port in ports:
         name, table, left = names[port.kind], port.table, port.left
-        if table.shape[0] not in (1, H):
+        if table.shape[0] != H and table.shape[0] != 1:
             raise ValueError(f"{name}.table has {table.shape[0]} heads; expected {H} (q's) or 1")
         for part, x in (("table", table), ("left factor", left)):
             if x is not None and x.device != q.device:
                 raise ValueError(f"{name}'s {part} is on {x.device}; expected {q.device}, where q is")
         if left is not None:
             wanted = (B, H, Tq) if port.kind == "scalar" else (B, H, Tq, table.shape[-1])
-            if tuple(left.shape) != wanted:
+            if left.dim() != len(wanted) or any(m != n for m, n in zip(left.shape, wanted, strict=True)):
                 part = "gate" if port.kind == "scalar" else "left"
                 raise ValueError(f"{name}'s {part} has shape {tuple(left.shape)}; expected {wanted}")
         elif port.kind in ("query", "key", "value") and table.shape[-1] != (wide := d_v if port.kind == "value" else d):

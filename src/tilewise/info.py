@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import terms as t
-from .api import IMPLEMENTATIONS, why_not
-from .call import Call
+from . import mechanisms as t
+from .api import IMPLEMENTATIONS, prepared, why_not
+from .call import Options
 from .mask import Mask
+from .terms import Term
 
 __all__ = ["environment", "explain", "mechanisms", "support"]
 
@@ -24,29 +25,30 @@ def explain(
     k: Tensor,
     v: Tensor,
     *,
-    terms: t.Term | tuple = (),
+    terms: Term | tuple = (),
     mask: Mask | None = None,
     scale: float | None = None,
+    offset: int | None = None,
     dropout_p: float = 0.0,
+    options: Options | None = None,
 ) -> dict[str, list[str]]:
     """For each implementation the reasons why it cannot run this call of :func:`tilewise.attention`; empty if it can.
 
     The order is the one in which ``impl="auto"`` tries them. The call itself is not made; arguments are as there.
+
+    Raises:
+        ValueError, TypeError: arguments that :func:`tilewise.attention` refuses, as it does.
 
     Example:
         >>> q = torch.zeros(1, 2, 16, 8)
         >>> explain(q, q, q)["blocked"]
         []
     """
-    content, ports = t.lower(q, t.flatten(terms), biases=True)
-    call = Call(
-        content, k, v, tuple(ports), (mask or Mask()).to(q.device),
-        q.shape[-1] ** -0.5 if scale is None else scale, k.shape[2] - q.shape[2], dropout_p,
-    )  # fmt: skip
+    call, _ = prepared(q, k, v, terms, mask, scale, offset, dropout_p, options)
     return {name: why_not(name, call) for name in IMPLEMENTATIONS}
 
 
-def mechanisms(q: Tensor) -> dict[str, t.Term | tuple]:
+def mechanisms(q: Tensor) -> dict[str, Term | tuple]:
     """By name, the terms of every mechanism, of sizes that fit a call with the query q [B, H, N, d] and N keys."""
     B, H, N, d = q.shape
     rows = lambda n, *width: q.new_zeros(H, n, *width)  # noqa: E731

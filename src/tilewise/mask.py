@@ -110,7 +110,8 @@ class Mask:
 
         Args:
             cu_seqlens: [documents + 1], rising from 0.
-            total: the row's length, if tokens follow the last document (they see nothing); default cu[-1].
+            total: the row's length, if tokens follow the last document (they see nothing); default cu[-1]. A function
+                compiled with fullgraph=True must give it: cu[-1] is a number in a tensor.
         """
         cu = _integers("cu_seqlens", cu_seqlens)
         if cu.dim() != 1 or cu.numel() < 2:
@@ -179,7 +180,10 @@ class Mask:
                 continue
             if tensor.dtype != dtype:
                 raise TypeError(f"mask.{name} is {tensor.dtype}; expected {dtype}, as Mask's class methods make it")
-            if tensor.dim() != len(sizes) or any(n not in s for n, s in zip(tensor.shape, sizes, strict=True)):
+            # Not `in`: to torch.compile a size is a symbol, which it does not find in a tuple.
+            if tensor.dim() != len(sizes) or any(
+                all(n != m for m in s) for n, s in zip(tensor.shape, sizes, strict=True)
+            ):
                 wanted = ", ".join(" or ".join(map(str, dict.fromkeys(s))) for s in sizes)
                 raise ValueError(f"mask.{name} has shape {tuple(tensor.shape)}; expected [{wanted}]")
         if self.bounds is not None and self.bounds.device.type == "cpu" and not _compiling() and self.bounds.numel():
@@ -216,7 +220,7 @@ def _both(name: str, a: Tensor | None, b: Tensor | None) -> Tensor | None:
 
 
 def _joinable(name: str, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    if a.dim() != b.dim() or any(m != n and 1 not in (m, n) for m, n in zip(a.shape, b.shape, strict=True)):
+    if a.dim() != b.dim() or any(m != n and m != 1 and n != 1 for m, n in zip(a.shape, b.shape, strict=True)):
         raise ValueError(f"two masks are joined whose {name} have shapes {tuple(a.shape)} and {tuple(b.shape)}")
     return a, b
 

@@ -69,7 +69,7 @@ class RowMap:
     def __reduce__(self):
         # An explicit map's rows are held by this module: another process needs them sent along.
         if self.kind == "explicit":
-            first, rows, _ = _EXPLICIT[self.params[0]]
+            first, rows, _ = _listed(self.params[0])
             return explicit, (rows.tolist(), first)
         return RowMap, (self.kind, self.params, self.size)
 
@@ -96,7 +96,7 @@ def parse(spec: str, table_rows: int) -> RowMap:
     if kind == "identity":
         return identity((table_rows - 1) // 2, bool(int(params[0])))
     if kind == "explicit":
-        return RowMap("explicit", (params[0],), _EXPLICIT[params[0]][2])
+        return RowMap("explicit", (params[0],), _listed(params[0])[2])
     make = {
         "clipped": clipped,
         "windowed": windowed,
@@ -300,8 +300,19 @@ def _deberta(delta: Tensor, position_buckets: int, max_relative_positions: int) 
     return (torch.where(distance <= middle, delta, far) + position_buckets).clamp(0, 2 * position_buckets - 1)
 
 
+def _listed(digest: str) -> tuple[int, Tensor, int]:
+    """What `explicit` was given, in this process."""
+    found = _EXPLICIT.get(digest)
+    if found is None:
+        raise RuntimeError(
+            f"the rows of explicit map {digest} are not known here: a program that was exported with it names them only; "
+            "make the same map, tilewise.explicit(rows, first), before it runs"
+        )
+    return found
+
+
 def _explicit(delta: Tensor, digest: str) -> Tensor:
-    first, rows, _ = _EXPLICIT[digest]
+    first, rows, _ = _listed(digest)
     return rows[(delta - first).clamp(0, rows.numel() - 1)]
 
 
@@ -326,7 +337,7 @@ def _saturation(rows: RowMap) -> tuple[int, int] | None:
             left, right, _ = rows.params
             return left - 1, right + 1
         case "explicit":
-            first, listed, _ = _EXPLICIT[rows.params[0]]
+            first, listed, _ = _listed(rows.params[0])
             changes = (listed[1:] != listed[:-1]).nonzero().flatten()
             return (first + int(changes[0]), first + int(changes[-1]) + 1) if changes.numel() else (0, 0)
     # Buckets never fall with the distance, so the first offset that has the last row is found by halving.

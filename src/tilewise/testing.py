@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from . import mechanisms as m
 from . import terms as t
 from .mask import Mask
 from .rows import explicit
@@ -148,16 +149,16 @@ def _back_and_forth(s: Sizes):
 
 
 def _txl(x: dict[str, Tensor], s: Sizes) -> tuple[t.Term, ...]:
-    return t.TransformerXL(x["positions"], x["u"], x["v_bias"])
+    return m.TransformerXL(x["positions"], x["u"], x["v_bias"])
 
 
 def _everything(x: dict[str, Tensor], s: Sizes) -> tuple[t.Term, ...]:
     return (
-        t.T5(x["weight"]),
-        *t.Shaw(x["shaw_keys"], x["shaw_values"], left=6, right=3),
+        m.T5(x["weight"]),
+        *m.Shaw(x["shaw_keys"], x["shaw_values"], left=6, right=3),
         *_txl(x, s),
-        *t.DeBERTa(x["pos_key"], x["pos_query"], position_buckets=16, max_relative_positions=32),
-        t.Inkling(x["proj"], x["left"]),
+        *m.DeBERTa(x["pos_key"], x["pos_query"], position_buckets=16, max_relative_positions=32),
+        m.Inkling(x["proj"], x["left"]),
         t.Scalar(x["shared"], _back_and_forth(s), gate=x["gate"]),
     )
 
@@ -168,36 +169,36 @@ def _deberta_scale(d: int) -> float:
 
 def _deberta(x: dict[str, Tensor], s: Sizes) -> tuple[t.Term, ...]:
     span = s.either(16, 256)
-    return t.DeBERTa(x["pos_key"], x["pos_query"], position_buckets=span, max_relative_positions=2 * span)
+    return m.DeBERTa(x["pos_key"], x["pos_query"], position_buckets=span, max_relative_positions=2 * span)
 
 
 CASES: dict[str, Case] = {
     case.name: case
     for case in (
         Case("none", lambda s: {}, lambda x, s: ()),
-        Case("t5", lambda s: {"weight": (32, s.H)}, lambda x, s: (t.T5(x["weight"]),), lambda d: 1.0),
+        Case("t5", lambda s: {"weight": (32, s.H)}, lambda x, s: (m.T5(x["weight"]),), lambda d: 1.0),
         Case(
             "t5_causal",
             lambda s: {"weight": (32, s.H)},
-            lambda x, s: (t.T5(x["weight"], bidirectional=False),),
+            lambda x, s: (m.T5(x["weight"], bidirectional=False),),
             lambda d: 1.0,
         ),
-        Case("mpnet", lambda s: {"weight": (32, s.H)}, lambda x, s: (t.MPNet(x["weight"]),)),
-        Case("alibi", lambda s: {"slopes": (s.H,)}, lambda x, s: (t.ALiBi(x["slopes"].abs(), s.reach),)),
+        Case("mpnet", lambda s: {"weight": (32, s.H)}, lambda x, s: (m.MPNet(x["weight"]),)),
+        Case("alibi", lambda s: {"slopes": (s.H,)}, lambda x, s: (m.ALiBi(x["slopes"].abs(), s.reach),)),
         Case(
             "shaw",
             lambda s: {"keys": (s.either(9, 129), s.d), "values": (s.either(9, 129), s.d_v)},
-            lambda x, s: t.Shaw(x["keys"], x["values"], left=s.either(5, 64), right=s.either(3, 64)),
+            lambda x, s: m.Shaw(x["keys"], x["values"], left=s.either(5, 64), right=s.either(3, 64)),
         ),
         Case(
             "wav2vec2_bert",
             lambda s: {"keys": (s.either(9, 73), s.d)},
-            lambda x, s: t.Shaw(x["keys"], left=s.either(7, 64), right=s.either(1, 8)),
+            lambda x, s: m.Shaw(x["keys"], left=s.either(7, 64), right=s.either(1, 8)),
         ),
         Case(
             "vits",
             lambda s: {"keys": (1, 9, s.d), "values": (1, 9, s.d_v)},
-            lambda x, s: t.VITS(x["keys"], x["values"], window=4),
+            lambda x, s: m.VITS(x["keys"], x["values"], window=4),
         ),
         Case(
             "txl",
@@ -213,18 +214,18 @@ CASES: dict[str, Case] = {
         Case(
             "deberta_v1",
             lambda s: {n: (s.H, s.either(24, 1024), s.d) for n in ("pos_key", "pos_query")},
-            lambda x, s: t.DeBERTaV1(x["pos_key"], x["pos_query"], max_relative_positions=s.either(12, 512)),
+            lambda x, s: m.DeBERTaV1(x["pos_key"], x["pos_query"], max_relative_positions=s.either(12, 512)),
             _deberta_scale,
         ),
         Case(
             "wavlm",
             lambda s: {"weight": (s.either(32, 320), s.H), "gate": (s.B, s.H, s.Tq)},
-            lambda x, s: (t.WavLM(x["weight"], x["gate"], max_distance=s.either(48, 800)),),
+            lambda x, s: (m.WavLM(x["weight"], x["gate"], max_distance=s.either(48, 800)),),
         ),
         Case(
             "inkling",
             lambda s: {"proj": (s.either(20, 1024), 16), "left": (s.B, s.H, s.Tq, 16)},
-            lambda x, s: (t.Inkling(x["proj"], x["left"]),),
+            lambda x, s: (m.Inkling(x["proj"], x["left"]),),
         ),
         Case(
             "explicit",

@@ -77,8 +77,8 @@ LOW = torch.finfo(torch.float32).min
 
 @pytest.mark.parametrize(
     "mask",
-    [SEEN, torch.where(SEEN, 0.0, LOW), torch.where(SEEN[:, :, :1], 0.0, LOW)],
-    ids=["bool", "additive", "additive row"],
+    [SEEN, torch.where(SEEN, 0.0, LOW), torch.where(SEEN[:, :, :1], 0.0, LOW), SEEN[:1, :, :1], SEEN[:1]],
+    ids=["bool", "additive", "additive row", "one row for the batch", "one matrix for the batch"],
 )
 def test_a_mask_made_by_the_caller(models, mask):
     wanted, got = (m(input_ids=IDS, attention_mask=mask).last_hidden_state for m in models)

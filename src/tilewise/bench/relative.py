@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
-from .. import terms
+from .. import mechanisms
 from ..testing import CASES as MECHANISMS
 from ..testing import Case, Sizes
 from .cells import Cell, Truth, Workload
@@ -23,7 +23,7 @@ CASES: dict[str, Case] = {
     "none": MECHANISMS["none"],
     "t5": MECHANISMS["t5"],
     "shaw": Case(
-        "shaw", lambda s: {"keys": (129, s.d)}, lambda x, s: terms.Shaw(x["keys"], left=64, right=64)
+        "shaw", lambda s: {"keys": (129, s.d)}, lambda x, s: mechanisms.Shaw(x["keys"], left=64, right=64)
     ),
     "deberta_v3": MECHANISMS["deberta"],
     "transformer_xl": MECHANISMS["txl"],

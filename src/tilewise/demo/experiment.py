@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from .. import terms as t
+from .. import mechanisms as t
 from ..api import IMPLEMENTATIONS
 from ..info import explain
 from . import memory

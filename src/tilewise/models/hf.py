@@ -57,7 +57,7 @@ def attention_forward(
             f"attn_implementation is {IMPLEMENTATION!r} on a {type(module).__name__} that was not patched; "
             "load the model with another one and call tilewise.patch(model)"
         )
-    mask = _as_mask(attention_mask, module, key.shape[2])
+    mask = _as_mask(attention_mask, module, *key.shape[0::2])
     padded = mask.keys is not None or mask.bounds is not None or mask.dense is not None
     output = attention(
         query,
@@ -122,7 +122,7 @@ def _padding(attention_mask: Tensor, kv_length: int, kv_offset: int) -> Mask:
     return Mask.padding(keys.bool())
 
 
-def _as_mask(mask: Mask | Tensor | None, module: nn.Module, Tk: int) -> Mask:
+def _as_mask(mask: Mask | Tensor | None, module: nn.Module, B: int, Tk: int) -> Mask:
     if isinstance(mask, Mask):
         too_wide = mask.keys is not None and mask.keys.shape[1] > Tk
         return Mask(mask.left, mask.right, mask.bounds, mask.keys[:, :Tk], mask.dense) if too_wide else mask
@@ -139,4 +139,4 @@ def _as_mask(mask: Mask | Tensor | None, module: nn.Module, Tk: int) -> Mask:
                 "A bias by position is a term: see tilewise.attention"
             )
         mask = ~hidden
-    return Mask.padding(mask[:, 0, 0]) if mask.shape[1] == mask.shape[2] == 1 else Mask.full(mask)
+    return Mask.padding(mask[:, 0, 0].expand(B, -1)) if mask.shape[1] == mask.shape[2] == 1 else Mask.full(mask)

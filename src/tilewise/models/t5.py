@@ -19,8 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from ..mask import Mask
+from ..mechanisms import T5
 from ..rows import identity, t5_buckets
-from ..terms import T5, Scalar
+from ..terms import Scalar
 from .family import Family
 from .hf import IMPLEMENTATION
 
