@@ -156,17 +156,18 @@ def test_a_map_of_given_rows_compiles_when_it_is_made_outside():
         torch.testing.assert_close(*(torch.autograd.grad(f(*x).sin().sum(), x[1:]) for f in (compiled, run)))
 
 
-def test_a_compiled_call_takes_other_heads_biases_and_matrices():
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_a_compiled_call_takes_other_heads_beside_tensors_of_known_sizes(dynamic):
+    torch._dynamo.reset()
+
     def attend(q, k, w, u, keys, seen):
         terms = (tw.T5(w), tw.QueryBias(u), *tw.Shaw(keys, left=2, right=2))
         return tw.attention(q, k, k, terms=terms, mask=tw.Mask.full(seen), impl="blocked")
 
-    whole = torch.compile(attend, fullgraph=True, dynamic=True, backend="aot_eager")
-    for H, Tq, Tk in ((2, 9, 9), (4, 9, 11), (6, 12, 13)):
-        arguments = (
-            torch.randn(2, H, Tq, 8), torch.randn(2, H, Tk, 8), torch.randn(32, H), torch.randn(H, 8),
-            torch.randn(H, 5, 8), torch.rand(2, H, Tq, Tk) > 0.2,
-        )  # fmt: skip
+    whole = torch.compile(attend, fullgraph=True, dynamic=dynamic, backend="aot_eager")
+    for H in (2, 4, 6):
+        learnt = (torch.nn.Parameter(torch.randn(*shape)) for shape in ((32, H), (H, 8), (H, 5, 8)))
+        arguments = torch.randn(2, H, 9, 8), torch.randn(2, H, 9, 8), *learnt, torch.rand(1, 1, 9, 9) > 0.2
         torch.testing.assert_close(whole(*arguments), attend(*arguments))
 
 
