@@ -42,6 +42,10 @@ def test_info_as_json_has_versions_devices_and_every_implementation(invoke):
     assert {implementation for implementation, _ in lines} == {"triton", "blocked", "reference"}
 
 
+def test_the_version(invoke):
+    assert invoke("--version") == (0, f"tilewise {tilewise.__version__} ")
+
+
 def test_info_as_a_table(invoke):
     code, output = invoke("info", "--device", "cpu")
     assert code == 0

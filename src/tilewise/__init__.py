@@ -1,6 +1,6 @@
 """Exact fused attention for the models that FlashAttention leaves behind."""
 
-from .api import attention, why_not
+from .api import attention
 from .call import Options, Unsupported
 from .info import explain
 from .mask import Mask
@@ -12,8 +12,7 @@ __version__ = "0.1.0"
 __all__ = [
     "T5", "VITS", "ALiBi", "DeBERTa", "DeBERTaV1", "Inkling", "MPNet", "Mask", "OnKey", "OnQuery", "OnValue",
     "Options", "QueryBias", "RowMap", "Scalar", "Shaw", "TransformerXL", "Unsupported", "WavLM", "attention", "clipped",
-    "compact", "deberta_buckets", "explain", "explicit", "identity", "patch", "t5_buckets", "unpatch", "why_not",
-    "windowed",
+    "compact", "deberta_buckets", "explain", "explicit", "identity", "patch", "t5_buckets", "unpatch", "windowed",
 ]  # fmt: skip
 
 

@@ -70,8 +70,21 @@ def _app():
 
     from .bench.cli import app as bench
 
-    app = typer.Typer(help="Exact fused attention with relative positions.", no_args_is_help=True, add_completion=False)
+    app = typer.Typer(
+        help="Exact fused attention with relative positions.", no_args_is_help=True, add_completion=False,
+        invoke_without_command=True,
+    )  # fmt: skip
     app.add_typer(bench, name="bench")
+
+    @app.callback()
+    def everywhere(
+        version: Annotated[bool, typer.Option("--version", help="Print the version and stop.", is_eager=True)] = False,
+    ) -> None:
+        if version:
+            from . import __version__
+
+            typer.echo(f"tilewise {__version__}")
+            raise typer.Exit
 
     def lengths_of(text: str) -> tuple[int, ...]:
         parts = [part.strip().replace("_", "") for part in text.split(",")]

@@ -305,8 +305,8 @@ def _listed(digest: str) -> tuple[int, Tensor, int]:
     found = _EXPLICIT.get(digest)
     if found is None:
         raise RuntimeError(
-            f"the rows of explicit map {digest} are not known here: a program that was exported with it names them only; "
-            "make the same map, tilewise.explicit(rows, first), before it runs"
+            f"the rows of explicit map {digest} are not known here: a program that was exported with it names them "
+            "only; make the same map, tilewise.explicit(rows, first), before it runs"
         )
     return found
 

@@ -191,6 +191,8 @@ def test_plan_names_reasons_and_memory():
         (["run", "--lengths", "many"], "expected numbers such as 512,2048"),
         (["run", "--lengths", "٦٤"], "expected numbers such as 512,2048"),
         (["run", "--lengths", "9" * 5000], "expected numbers such as 512,2048"),
+        (["run", "--size", "tokens"], "--size 'tokens'; expected a field and numbers, such as tokens=4096,8192"),
+        (["report", __file__], "test_report.py' is no file of results"),
         (["run", "--device", "tpu"], "expected auto, cuda or cpu"),
         (["run", "--dtype", "int8"], "expected float16, bfloat16 or float32"),
         (["plan", "--case", "bert"], "expected one of none, t5"),

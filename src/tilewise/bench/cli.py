@@ -35,8 +35,23 @@ def _sizes(given: list[str] | None, named: dict[str, list[int] | int | None]) ->
     sizes = {name: value if isinstance(value, list) else [value] for name, value in named.items() if value is not None}
     for text in given or ():
         name, _, numbers = text.partition("=")
+        if not name.strip() or not numbers.strip():
+            raise typer.BadParameter(f"--size {text!r}; expected a field and numbers, such as tokens=4096,8192")
         sizes[name.strip()] = _numbers(numbers)
     return sizes
+
+
+def _merged(files: list[Path]) -> list[dict]:
+    """The records of the files; later ones win."""
+    from . import records
+
+    loaded = []
+    for file in files:
+        try:
+            loaded.append(records.load(file))
+        except (OSError, ValueError) as error:
+            raise typer.BadParameter(f"{str(file)!r} is no file of results ({error}); expected a JSON list") from None
+    return records.merge(*loaded)
 
 
 def _device(name: str) -> str:
@@ -135,7 +150,7 @@ def merge(
     """Join result files into one."""
     from . import records
 
-    merged = records.merge(*(records.load(file) for file in files))
+    merged = _merged(files)
     records.save(out, merged)
     typer.echo(f"{out}: {len(merged)} records")
 
@@ -149,10 +164,9 @@ def report(
     """Tables of speed, ratio and memory, the cells not won, the cells without a result, and PNG plots."""
     import importlib.util
 
-    from . import records
     from .report import render
 
-    merged = records.merge(*(records.load(file) for file in files))
+    merged = _merged(files)
     render(merged)
     if no_plots:
         return
@@ -237,9 +251,10 @@ def tune(
         trials = sum(len(tuning.shapes(what, kind, N)) for what, kind, _, N in chosen)
         typer.echo(f"{trials} measurements, results to {path}")
         return
-    _device("cuda")
     import torch
 
+    if not torch.cuda.is_available():
+        raise typer.BadParameter("no CUDA device here that torch can use; --dry-run says what would be measured")
     gpu = torch.cuda.get_device_name()
     if path.is_file():
         tuned.read(path)
