@@ -50,7 +50,7 @@ def attention(
     Args:
         q: [B, H, Tq, d], fp64, fp32, bf16 or fp16.
         k: [B, Hk, Tk, d]; Hk divides H (query heads h share key head h // (H / Hk)).
-        v: [B, Hk, Tk, d_v].
+        v: [B, Hk, Tk, d_v]. Keys and values that the mask hides must be finite too: 0 · NaN is NaN, here as in PyTorch.
         terms: what :class:`~tilewise.Scalar` … or a constructor such as :func:`~tilewise.T5` made; they may be nested.
         mask: a :class:`~tilewise.Mask`; None shows every key.
         scale: τ; default 1/√d.
