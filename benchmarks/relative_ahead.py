@@ -87,6 +87,10 @@ def perform(job) -> None:
         from relative_specialised import perform as of_specialised
 
         of_specialised(*rest)
+    elif kind == "wide":
+        from relative_wide import perform as of_width
+
+        of_width(*rest)
     elif kind == "linear":
         from relative_linear import perform as of_linear
 

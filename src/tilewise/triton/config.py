@@ -83,6 +83,11 @@ MEASURED: Table = {
 """(what, class of call) ↦ (keys from, shape), for 16-bit inputs of width 64 on an H200 (docs/relative-tuning.md)."""
 
 
+WIDE: dict[str, tuple[int, int, int, int, int]] = {"queries": (64, 32, 4, 3, 3), "keys": (32, 64, 4, 2, 2)}
+"""Tiles of the backward passes at widths from 65 to 128. Eight warps on 64 rows split every product's columns; these
+narrow tiles keep four warps without spills."""
+
+
 _used: list[Table] = []
 
 
@@ -120,8 +125,7 @@ def backward_tiles(d: int, bytes_: int, N: int, kind: str, keyed: bool, limits: 
     if d > 128:
         return _fit(Tiles(32, 64, 8, 2, 2) if keyed else Tiles(64, 32, 8, 2, 2), d, bytes_, limits)
     if d > 64:
-        # Eight warps on 64 rows split every product's columns; narrow tiles keep four warps without spills.
-        return _fit(Tiles(32, 64, 4, 2, 2) if keyed else Tiles(64, 32, 4, 3, 3), d, bytes_, limits)
+        return _fit(Tiles(*WIDE["keys" if keyed else "queries"]), d, bytes_, limits)
     return _fit(Tiles(*_measured("keys" if keyed else "queries", kind, N, limits.gpu)), d, bytes_, limits)
 
 
