@@ -176,6 +176,7 @@ def test_memory_checks_can_be_compiled_beforehand(noted):
         ("linear", "time", 512, 64, "txl", False, "as committed"),
         ("linear", "check", *relative_linear_checks.checks(("banded",))[0]),
         ("specialised", "time", "t5", 64, 2048, True, "2x128"),
+        ("wide", "time", "keys", "t5", (64, 128, 8, 2, 2), 2048), ("wide", "check", 2),
     ],
 )  # fmt: skip
 def test_every_job_can_be_compiled_ahead(noted, job):
@@ -189,7 +190,7 @@ def test_variants_of_the_backward_are_other_ones(noted):
     for case, new, variant in relative_linear.plan(2048, 64):
         noted.clear()
         relative_ahead.perform(("linear", "time", 2048, 64, case, new, variant))
-        kernels[case, new, variant] = [(kernel, sorted(meta.items(), key=str)) for kernel, _, meta in noted]
+        kernels[case, new, variant] = [(kernel, grid, sorted(meta.items(), key=str)) for kernel, grid, meta in noted]
     for case, new, variant in kernels:
         if variant != "as committed":
             assert str(kernels[case, new, variant]) != str(kernels[case, new, "as committed"]), (case, variant)
