@@ -29,6 +29,9 @@ class Family:
         left_alone: layer → why it is not one of the mechanisms and stays as it is, or None.
         interface: whether the layer reaches its operator through transformers' attention interface, and its stack
             makes its mask through it (:mod:`tilewise.models.hf`).
+        stack: ``"package.module:Class"`` of the module above the layers that makes what they are handed, bias and mask;
+            None for the nearest ``PreTrainedModel``.
+        stack_base: goes in front of the stack's class, as `base` does; None leaves that class as it is.
     """
 
     name: str
@@ -39,3 +42,5 @@ class Family:
     obstacle: Callable[[nn.Module], str | None] = _nothing
     left_alone: Callable[[nn.Module], str | None] = _nothing
     interface: bool = True
+    stack: str | None = None
+    stack_base: type | None = None

@@ -16,13 +16,20 @@ from torch import nn
 
 from ..api import IMPLEMENTATIONS
 from ..info import explain
-from . import hf, t5
+from . import deberta, hf, t5
 from .family import Family
+from .hints import hint
 from .report import Patched, Report
 
 __all__ = ["PatchError", "patch", "unpatch"]
 
-FAMILIES: dict[str, Family] = {family.target: family for family in t5.FAMILIES}
+FAMILIES: dict[str, Family] = {family.target: family for family in (*t5.FAMILIES, *deberta.FAMILIES)}
+
+_BASES: dict[str, type] = {
+    **{family.target: family.base for family in FAMILIES.values()},
+    **{family.stack: family.stack_base for family in FAMILIES.values() if family.stack_base is not None},
+}
+"""Every class that patch() changes, layers and stacks, and what goes in front of it."""
 
 
 class PatchError(ValueError):
@@ -44,6 +51,7 @@ class _Match:
     module: nn.Module
     parent: nn.Module | None
     family: Family
+    stack: nn.Module
 
 
 def patch(model: nn.Module, *, impl: str = "auto") -> Report:
@@ -57,7 +65,7 @@ def patch(model: nn.Module, *, impl: str = "auto") -> Report:
 
     Args:
         model: any module that holds attention layers of a family that this package knows: T5, mT5, UMT5, Pop2Piano,
-            Pix2Struct (text), Switch Transformers and UDOP (decoder) of transformers.
+            Pix2Struct (text), Switch Transformers, UDOP (decoder) and DeBERTa v2 and v3 of transformers.
         impl: as in :func:`tilewise.attention`, for every call of the patched layers.
 
     Returns:
@@ -89,6 +97,7 @@ def patch(model: nn.Module, *, impl: str = "auto") -> Report:
     if not chosen:
         left = "; ".join(f"{row.path}: {row.reasons[0]}" for row in rows)
         raise PatchError(left or _no_match(model))
+    _refuse_mixed_stacks(matches, chosen)
     unpatch(model)
     if any(match.family.interface for match in chosen):
         hf.register()
@@ -111,7 +120,7 @@ def unpatch(model: nn.Module) -> int:
         original = module.__dict__.pop("_tilewise", None)
         if original is None:
             continue
-        restored += type(module) is not original.cls
+        restored += _target(original.cls) in FAMILIES
         module.__class__ = original.cls
         if original.config is not None:
             module.config = original.config
@@ -122,7 +131,7 @@ def unpatch(model: nn.Module) -> int:
 def _patched_class(target: str, cls: type) -> type:
     """The class that a layer of `cls` gets: the same object every time, and one that can be pickled."""
     names = {"__module__": __name__, "__qualname__": _importable(target), "__doc__": cls.__doc__}
-    return type(f"Tilewise{cls.__name__}", (FAMILIES[target].base, cls), names)
+    return type(f"Tilewise{cls.__name__}", (_BASES[target], cls), names)
 
 
 def _importable(target: str) -> str:
@@ -132,11 +141,11 @@ def _importable(target: str) -> str:
 
 def __getattr__(name: str) -> type:
     # Unpickling a patched layer looks its class up by name, perhaps before patch() was called in this process.
-    target = next((target for target in FAMILIES if _importable(target) == name), None)
+    target = next((target for target in _BASES if _importable(target) == name), None)
     if target is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module, cls = target.split(":")
-    if FAMILIES[target].interface:
+    if target in FAMILIES and FAMILIES[target].interface:
         hf.register()
     return _patched_class(target, getattr(importlib.import_module(module), cls))
 
@@ -145,8 +154,7 @@ def _matches(model: nn.Module) -> list[_Match]:
     matches, problems = [], []
     modules = dict(model.named_modules())
     for path, module in modules.items():
-        original = module.__dict__.get("_tilewise")
-        cls = type(module) if original is None else original.cls
+        cls = _class(module)
         family = FAMILIES.get(_target(cls))
         if family is None:
             known = next((base for base in cls.__mro__ if _target(base) in FAMILIES), None)
@@ -157,13 +165,14 @@ def _matches(model: nn.Module) -> list[_Match]:
                 )
         elif (reason := family.obstacle(module)) and not family.left_alone(module):
             problems.append(f"{path} ({cls.__qualname__}): {reason}")
-        elif family.interface and not _inside_stack(modules, path):
+        elif (stack := _stack(modules, path, family)) is None:
+            which = "" if family.stack is None else f" (a {family.stack.rpartition(':')[2]} itself)"
             problems.append(
-                f"{path or 'the module'} ({cls.__qualname__}): the stack that it belongs to is not part of "
+                f"{path or 'the module'} ({cls.__qualname__}): the stack that it belongs to{which} is not part of "
                 f"{type(model).__name__}; expected the stack or the model, since a stack's layers share bias and mask"
             )
         else:
-            matches.append(_Match(path, module, modules.get(path.rpartition(".")[0]) if path else None, family))
+            matches.append(_Match(path, module, modules.get(path.rpartition(".")[0]) if path else None, family, stack))
     if problems:
         raise PatchError("nothing was patched, because of " + "; ".join(problems))
     return matches
@@ -185,10 +194,21 @@ def _choose(match: _Match, impl: str) -> tuple[str, tuple[str, ...]]:
     return chosen, tuple(f"{name}: {reason}" for name in faster for reason in reasons[name])
 
 
+def _refuse_mixed_stacks(matches: list[_Match], chosen: list[_Match]) -> None:
+    """A stack whose class changes hands its layers what only patched ones can take."""
+    for match in chosen:
+        left = next((m for m in matches if m.stack is match.stack and m not in chosen), None)
+        if match.family.stack_base is not None and left is not None:
+            raise PatchError(
+                f"nothing was patched, because {left.path} stays as it is ({left.family.left_alone(left.module)}) in "
+                f"the stack of {match.path}; expected all layers of a {_class(match.stack).__qualname__} or none"
+            )
+
+
 def _apply(model: nn.Module, matches: list[_Match], impl: str) -> None:
-    """Reclass the layers. Those of the attention interface, and the stacks above them, get a configuration of their
-    own that names this implementation: the object they had may be shared with other models."""
-    stacks = {path: module for path, module in model.named_modules() if _is_stack(module)}
+    """Reclass the layers, and the stacks of families that ask for it. Layers of the attention interface, and the stacks
+    above them, get a configuration of their own that names this implementation: the object they had may be shared with
+    other models."""
     copies: dict[int, Any] = {}
 
     def own_config(module: nn.Module) -> Any:
@@ -199,31 +219,38 @@ def _apply(model: nn.Module, matches: list[_Match], impl: str) -> None:
         return copies[id(config)]
 
     for match in matches:
-        module, cls = match.module, type(match.module)
-        if not match.family.interface:
-            module.__dict__["_tilewise"] = _Original(cls, None, impl)
-            module.__class__ = _patched_class(match.family.target, cls)
-            continue
-        owners = [path for path in stacks if f"{match.path}.".startswith(f"{path}." if path else "")]
-        stack = stacks[max(owners, key=len)] if owners else None
-        shared = module.config
-        if stack is not None and "_tilewise" not in stack.__dict__ and stack.config is shared:
-            stack.__dict__["_tilewise"] = _Original(type(stack), stack.config, impl)
-            stack.config = own_config(module)
+        module, stack, family = match.module, match.stack, match.family
+        shared = module.config if family.interface else None
+        if "_tilewise" not in stack.__dict__:
+            cls = type(stack)
+            if family.stack_base is not None:
+                stack.__dict__["_tilewise"] = _Original(cls, None, impl)
+                stack.__class__ = _patched_class(family.stack, cls)
+            elif family.interface and stack.config is shared:
+                stack.__dict__["_tilewise"] = _Original(cls, shared, impl)
+                stack.config = own_config(module)
+        cls = type(module)
         module.__dict__["_tilewise"] = _Original(cls, shared, impl)
-        module.config = own_config(module)
-        module.__class__ = _patched_class(match.family.target, cls)
+        if family.interface:
+            module.config = own_config(module)
+        module.__class__ = _patched_class(family.target, cls)
 
 
-def _inside_stack(modules: dict[str, nn.Module], path: str) -> bool:
-    parts = path.split(".")
-    return any(_is_stack(modules[".".join(parts[:n])]) for n in range(len(parts)))
-
-
-def _is_stack(module: nn.Module) -> bool:
+def _stack(modules: dict[str, nn.Module], path: str, family: Family) -> nn.Module | None:
+    """The nearest module above the layer that is its family's stack."""
     from transformers import PreTrainedModel
 
-    return isinstance(module, PreTrainedModel)
+    parts = path.split(".")
+    above = (modules[".".join(parts[:n])] for n in reversed(range(len(parts))))
+    if family.stack is None:
+        return next((m for m in above if isinstance(m, PreTrainedModel)), None)
+    return next((m for m in above if _target(_class(m)) == family.stack), None)
+
+
+def _class(module: nn.Module) -> type:
+    """The module's own class, patched or not."""
+    original = module.__dict__.get("_tilewise")
+    return type(module) if original is None else original.cls
 
 
 def _target(cls: type) -> str:
@@ -231,13 +258,11 @@ def _target(cls: type) -> str:
 
 
 def _row(match: _Match, implementation: str, reasons: tuple[str, ...]) -> Patched:
-    original = match.module.__dict__.get("_tilewise")
-    cls = type(match.module) if original is None else original.cls
-    return Patched(
-        match.path, cls.__qualname__, match.family.mechanism(match.module, match.parent), implementation, reasons
-    )
+    mechanism = match.family.mechanism(match.module, match.parent)
+    return Patched(match.path, _class(match.module).__qualname__, mechanism, implementation, reasons)
 
 
 def _no_match(model: nn.Module) -> str:
     names = ", ".join(dict.fromkeys(family.name for family in FAMILIES.values()))
-    return f"{type(model).__name__} has no attention layer that this package knows; families supported: {names}"
+    known = f"{type(model).__name__} has no attention layer that this package knows; families supported: {names}"
+    return f"{known}. {sentence}" if (sentence := hint(model)) else known
