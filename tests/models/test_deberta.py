@@ -23,6 +23,20 @@ def hidden(model, **arguments):
         return torch.stack(model(**arguments, output_hidden_states=True).hidden_states)
 
 
+def assert_results_within_budget(got, low, exact, no_gradient):
+    """Logits, loss and gradients. What adds the same to all scores of a row may have none, to which no error is
+    relative: where exact is 0, the names must end with one of `no_gradient`."""
+    assert got.keys() == exact.keys()
+    assert_within_budget("logits", got["logits"], low["logits"], exact["logits"])
+    assert_within_budget("loss", got["loss"], low["loss"], exact["loss"])
+    largest = max(x.norm() for x in exact.values())
+    zero = [name for name, x in exact.items() if x.norm() < 1e-12 * largest]
+    assert all(name.endswith(no_gradient) for name in zero)
+    assert all(float(got[name].norm()) < 1e-6 * largest for name in zero)
+    kept = [{name: x for name, x in results.items() if name not in zero} for results in (got, low, exact)]
+    assert_gradients_within_budget(*kept)
+
+
 @pytest.mark.parametrize("name", CONFIGS)
 def test_logits_loss_and_every_gradient_are_within_the_budget(name):
     exact = results(build("ForMaskedLM", torch.float64, **CONFIGS[name]), tokens())
@@ -30,17 +44,8 @@ def test_logits_loss_and_every_gradient_are_within_the_budget(name):
     model = build("ForMaskedLM", **CONFIGS[name])
     tilewise.patch(model)
     got = results(model, tokens())
-    assert got.keys() == exact.keys()
     assert any("rel_embeddings" in name for name in got)
-    assert_within_budget("logits", got["logits"], low["logits"], exact["logits"])
-    assert_within_budget("loss", got["loss"], low["loss"], exact["loss"])
-    # Where a bias adds the same to all scores of a row, its gradient is 0, and has no relative error.
-    largest = max(x.norm() for x in exact.values())
-    nothing = [name for name, x in exact.items() if x.norm() < 1e-12 * largest]
-    assert all(name.endswith(("key_proj.bias", "encoder.LayerNorm.bias")) for name in nothing)
-    assert all(float(got[name].norm()) < 1e-6 * largest for name in nothing)
-    kept = [{name: x for name, x in gradients.items() if name not in nothing} for gradients in (got, low, exact)]
-    assert_gradients_within_budget(*kept)
+    assert_results_within_budget(got, low, exact, no_gradient=("key_proj.bias", "encoder.LayerNorm.bias"))
 
 
 def test_bfloat16_is_within_the_budget():
@@ -142,6 +147,16 @@ def test_a_matrix_of_the_caller_is_honoured(heads):
         torch.testing.assert_close(model.encoder(x, seen).last_hidden_state, wanted, rtol=0, atol=1e-5)
 
 
+def test_a_table_with_more_rows_is_cut_as_transformers_cuts_it():
+    model = build()
+    layer, table = model.encoder.layer[0].attention.self, torch.randn(50, 32)
+    x, mask = torch.randn(2, 40, 32), torch.ones(2, 1, 1, 40)
+    with torch.no_grad():
+        wanted = layer(x, mask, rel_embeddings=table)[0]
+        tilewise.patch(model)
+        torch.testing.assert_close(layer(x, mask, rel_embeddings=table)[0], wanted, rtol=0, atol=1e-5)
+
+
 def test_queries_of_their_own():
     model = build()
     x, queries = torch.randn(2, B, N, 32, generator=torch.Generator().manual_seed(4))
@@ -241,12 +256,20 @@ def test_a_copy_a_pickle_and_a_checkpoint(tmp_path):
     torch.testing.assert_close(results(loaded, tokens())["logits"], wanted, rtol=0, atol=1e-5)
 
 
-def test_patching_again_changes_the_implementation():
+def test_patching_again_changes_the_implementation(monkeypatch):
     model = build()
     before = snapshot(model)
+    asked = []
+    attention = tilewise.models.deberta.attention
+    monkeypatch.setattr(
+        tilewise.models.deberta, "attention", lambda *args, impl, **rest: asked.append(impl) or attention(*args, **rest)
+    )
     tilewise.patch(model)
     blocked = hidden(model, **inputs())
     assert {row.implementation for row in tilewise.patch(model, impl="reference").rows} == {"reference"}
+    hidden(model, **inputs())
+    assert asked == ["auto"] * LAYERS + ["reference"] * LAYERS
+    monkeypatch.undo()
     assert {type(x).__name__ for x in (model.encoder, model.encoder.layer[0].attention.self)} == {
         "TilewiseDebertaV2Encoder", "TilewiseDisentangledSelfAttention",
     }  # fmt: skip
@@ -352,5 +375,7 @@ def test_models_whose_terms_have_a_constructor_are_told_which(name, constructor)
         settings = getattr(transformers, f"{name}Config")()
         settings.relative_attention, settings.num_hidden_layers = True, 1
         model = getattr(transformers, f"{name}Model")(settings)
-    with pytest.raises(PatchError, match=rf"families supported: .*DeBERTa v2 and v3\. .*tilewise\.{constructor}, for"):
+    with pytest.raises(
+        PatchError, match=rf"families supported: .*DeBERTa v2 and v3.*\. .*tilewise\.{constructor}, for"
+    ):
         tilewise.patch(model)

@@ -16,14 +16,16 @@ from torch import nn
 
 from ..api import IMPLEMENTATIONS
 from ..info import explain
-from . import deberta, hf, t5
+from . import deberta, hf, t5, wav2vec2_bert
 from .family import Family
 from .hints import hint
 from .report import Patched, Report
 
 __all__ = ["PatchError", "patch", "unpatch"]
 
-FAMILIES: dict[str, Family] = {family.target: family for family in (*t5.FAMILIES, *deberta.FAMILIES)}
+FAMILIES: dict[str, Family] = {
+    family.target: family for family in (*t5.FAMILIES, *deberta.FAMILIES, *wav2vec2_bert.FAMILIES)
+}
 
 _BASES: dict[str, type] = {
     **{family.target: family.base for family in FAMILIES.values()},
@@ -51,7 +53,7 @@ class _Match:
     module: nn.Module
     parent: nn.Module | None
     family: Family
-    stack: nn.Module
+    stack: nn.Module | None
 
 
 def patch(model: nn.Module, *, impl: str = "auto") -> Report:
@@ -65,7 +67,7 @@ def patch(model: nn.Module, *, impl: str = "auto") -> Report:
 
     Args:
         model: any module that holds attention layers of a family that this package knows: T5, mT5, UMT5, Pop2Piano,
-            Pix2Struct (text), Switch Transformers, UDOP (decoder) and DeBERTa v2 and v3 of transformers.
+            Pix2Struct (text), Switch Transformers, UDOP (decoder), DeBERTa v2 and v3 and Wav2Vec2-BERT of transformers.
         impl: as in :func:`tilewise.attention`, for every call of the patched layers.
 
     Returns:
@@ -165,7 +167,7 @@ def _matches(model: nn.Module) -> list[_Match]:
                 )
         elif (reason := family.obstacle(module)) and not family.left_alone(module):
             problems.append(f"{path} ({cls.__qualname__}): {reason}")
-        elif (stack := _stack(modules, path, family)) is None:
+        elif (stack := _stack(modules, path, family)) is None and not family.left_alone(module):
             which = "" if family.stack is None else f" (a {family.stack.rpartition(':')[2]} itself)"
             problems.append(
                 f"{path or 'the module'} ({cls.__qualname__}): the stack that it belongs to{which} is not part of "
