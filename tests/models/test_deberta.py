@@ -239,6 +239,23 @@ def test_the_table_is_projected_once_a_layer():
     assert shapes == [(32, 32)] * 2 * LAYERS
 
 
+def test_lora_adapters_train_alike():
+    peft = pytest.importorskip("peft")
+
+    def adapted():
+        torch.manual_seed(3)
+        # The projections are the table's, too: a gradient of the adapter has two sources.
+        config = peft.LoraConfig(r=4, target_modules=["query_proj", "key_proj"], init_lora_weights=False)
+        return peft.get_peft_model(build("ForMaskedLM"), config)
+
+    wanted = results(adapted(), tokens())
+    model = adapted()
+    assert tilewise.patch(model).rows[0].path == "base_model.model.deberta.encoder.layer.0.attention.self"
+    assert any("lora_A" in name for name in wanted)
+    assert_close(results(model, tokens()), wanted)
+    assert tilewise.unpatch(model) == LAYERS
+
+
 def test_a_copy_a_pickle_and_a_checkpoint(tmp_path):
     model = build("ForMaskedLM")
     tilewise.patch(model)
