@@ -109,10 +109,10 @@ def padding(pattern):
 
 
 @pytest.mark.parametrize("pattern", ["none", "right", "left", "holes", "an empty example"])
-@pytest.mark.parametrize("form", ["[B, N]", "[B, 1, 1, N]", "float"])
+@pytest.mark.parametrize("form", ["[B, N]", "[1, N]", "[B, 1, 1, N]", "float"])
 def test_padded_rows_are_transformers_too(pattern, form):
     model, mask = build(), padding(pattern)
-    mask = {"[B, N]": mask, "[B, 1, 1, N]": mask[:, None, None], "float": mask.float()}[form]
+    mask = {"[B, N]": mask, "[1, N]": mask[1:], "[B, 1, 1, N]": mask[:, None, None], "float": mask.float()}[form]
     if form == "[B, 1, 1, N]":
         model.encoder.conv = None
     arguments = {"input_ids": tokens()["input_ids"][:2, :40], "attention_mask": mask}

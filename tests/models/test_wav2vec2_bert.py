@@ -166,6 +166,17 @@ def test_a_copy_a_pickle_and_a_checkpoint(tmp_path):
     torch.testing.assert_close(results(loaded, inputs())["logits"], wanted, rtol=0, atol=1e-5)
 
 
+def test_weights_that_are_loaded_for_each_call():
+    accelerate = pytest.importorskip("accelerate")
+    model = build("Model")
+    with torch.no_grad():
+        wanted = model(**inputs(labels=False)).last_hidden_state
+        accelerate.cpu_offload(model, execution_device="cpu")
+        tilewise.patch(model)
+        got = model(**inputs(labels=False)).last_hidden_state
+    torch.testing.assert_close(got, wanted, rtol=0, atol=1e-5)
+
+
 def test_what_a_patched_layer_cannot_give_or_take_is_refused():
     model = build()
     layer = model.wav2vec2_bert.encoder.layers[0].self_attn

@@ -9,6 +9,7 @@ which is what transformers' softmax over a row of equal minima amounts to.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -120,7 +121,8 @@ def _outer_product(real: Tensor) -> Mask:
 
 def _as_mask(mask: Mask | Tensor, B: int, N: int) -> Mask:
     if isinstance(mask, Mask):
-        return mask
+        # One row of padding for the whole batch.
+        return mask if mask.keys is None else replace(mask, keys=mask.keys.expand(B, -1))
     if mask.dim() != 4:
         raise ValueError(
             f"attention_mask has shape {tuple(mask.shape)}; expected [B, 1 or H, 1 or N, N], or what the encoder's "

@@ -63,7 +63,7 @@ def attention_forward(
         query,
         key,
         value,
-        terms=module.relative_terms(position_bias),
+        terms=module.relative_terms(position_bias, query.device),
         mask=mask,
         scale=scaling,
         dropout_p=dropout,

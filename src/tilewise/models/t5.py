@@ -50,7 +50,7 @@ class T5Bias:
             1, 2 * key_length - 1, device=device, past_seen_tokens=past_seen_tokens + query_length - 1
         )[:, :, 0]
 
-    def relative_terms(self, position_bias: Tensor | None) -> tuple[Scalar, ...]:
+    def relative_terms(self, position_bias: Tensor | None, device: torch.device) -> tuple[Scalar, ...]:
         """What travelled as position_bias, as terms."""
         if position_bias is None or position_bias.numel() == 0:
             return ()

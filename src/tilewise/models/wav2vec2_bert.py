@@ -26,7 +26,7 @@ class ShawKeys:
         # None keeps forward from making the bias. After set_attn_implementation the layer is transformers' again.
         return None if self.config._attn_implementation == IMPLEMENTATION else _type(self)
 
-    def relative_terms(self, position_bias: Tensor | None) -> tuple:
+    def relative_terms(self, position_bias: Tensor | None, device: torch.device) -> tuple:
         """The table as terms; nothing travels as position_bias."""
         if position_bias is not None:
             raise ValueError(
@@ -34,8 +34,8 @@ class ShawKeys:
                 f"{type(self).__name__} makes its own from the table. For a bias of another kind: "
                 "tilewise.unpatch(model)"
             )
-        # Through the module and not its weight: an adapter or a quantiser may stand in front of that.
-        rows = torch.arange(_rows(self), device=next(self.distance_embedding.parameters()).device)
+        # Through the module and not its weight: an adapter, a quantiser or an offloader may stand in front of that.
+        rows = torch.arange(_rows(self), device=device)
         left, right = self.left_max_position_embeddings, self.right_max_position_embeddings
         return Shaw(self.distance_embedding(rows), left=left, right=right)
 
