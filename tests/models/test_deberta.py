@@ -320,14 +320,14 @@ def test_a_subclass_of_the_encoder_is_refused():
 
 
 @pytest.mark.parametrize(
-    ("changes", "reason"),
+    ("changes", "reason", "mechanism"),
     [
-        ({"relative_attention": False}, r"no relative positions \(relative_attention is False\)"),
-        ({"pos_att_type": ["c2p", "p2p"]}, "pos_att_type has 'p2p'"),
-        ({"pos_att_type": []}, r"no relative term \(pos_att_type is \[\]\)"),
+        ({"relative_attention": False}, r"no relative positions \(relative_attention is False\)", "no relative term"),
+        ({"pos_att_type": ["c2p", "p2p"]}, "pos_att_type has 'p2p'", "DeBERTa c2p + p2p"),
+        ({"pos_att_type": []}, r"no relative term \(pos_att_type is \[\]\)", "no relative term"),
     ],
 )
-def test_layers_of_another_mechanism_stay_and_are_named(changes, reason):
+def test_layers_of_another_mechanism_stay_and_are_named(changes, reason, mechanism):
     other = build(**changes)
     before = snapshot(other)
     with pytest.raises(PatchError, match=rf"encoder\.layer\.0\.attention\.self: .*{reason}"):
@@ -335,6 +335,7 @@ def test_layers_of_another_mechanism_stay_and_are_named(changes, reason):
     both = nn.ModuleList([build(), other])
     report = tilewise.patch(both)
     assert [row.implementation for row in report.rows] == ["blocked"] * LAYERS + ["transformers"] * LAYERS
+    assert report.rows[-1].mechanism == mechanism
     assert snapshot(other) == before
 
 
@@ -347,12 +348,16 @@ def test_one_layer_of_another_mechanism_in_an_encoder_is_refused():
     assert snapshot(model) == before
 
 
-def test_a_table_or_dropout_that_does_not_fit_is_refused():
+def test_a_table_dropout_or_forward_that_does_not_fit_is_refused():
     with pytest.raises(PatchError, match=r"encoder\.layer\.0\.attention\.self .*position_buckets is 2; expected"):
         tilewise.patch(build(position_buckets=2))
     model = build()
     model.encoder.layer[0].attention.self.dropout = nn.AlphaDropout(0.1)
     with pytest.raises(PatchError, match=r"dropout is a AlphaDropout; expected torch\.nn\.Dropout"):
+        tilewise.patch(model)
+    model = build()
+    model.encoder.layer[0].attention.self.forward = model.encoder.layer[0].attention.self.forward
+    with pytest.raises(PatchError, match="its forward was replaced on the module itself"):
         tilewise.patch(model)
 
 
@@ -381,18 +386,3 @@ def test_what_a_patched_layer_cannot_take_is_refused():
         layer(x, mask, rel_embeddings=table)
     with pytest.raises(ValueError, match="rel_embeddings is None"):
         layer(x, mask[:, None, None])
-
-
-@pytest.mark.parametrize(
-    ("name", "constructor"),
-    [("Deberta", "DeBERTaV1"), ("SEWD", "DeBERTa"), ("MPNet", "MPNet"), ("Bloom", "ALiBi")],
-)
-def test_models_whose_terms_have_a_constructor_are_told_which(name, constructor):
-    with torch.device("meta"):
-        settings = getattr(transformers, f"{name}Config")()
-        settings.relative_attention, settings.num_hidden_layers = True, 1
-        model = getattr(transformers, f"{name}Model")(settings)
-    with pytest.raises(
-        PatchError, match=rf"families supported: .*DeBERTa v2 and v3.*\. .*tilewise\.{constructor}, for"
-    ):
-        tilewise.patch(model)

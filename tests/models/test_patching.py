@@ -85,6 +85,21 @@ def test_a_model_without_known_layers_is_refused_with_the_families():
         tilewise.patch(nn.Sequential(nn.Linear(2, 2)))
 
 
+@pytest.mark.parametrize(
+    ("name", "constructor"),
+    [("Deberta", "DeBERTaV1"), ("SEWD", "DeBERTa"), ("MPNet", "MPNet"), ("Bloom", "ALiBi")],
+)
+def test_models_whose_terms_have_a_constructor_are_told_which(name, constructor):
+    with torch.device("meta"):
+        settings = getattr(transformers, f"{name}Config")()
+        settings.relative_attention, settings.num_hidden_layers = True, 1
+        model = getattr(transformers, f"{name}Model")(settings)
+    with pytest.raises(
+        PatchError, match=rf"families supported: .*DeBERTa v2 and v3.*\. .*tilewise\.{constructor}, for"
+    ):
+        tilewise.patch(model)
+
+
 class Scaled(T5Attention):
     """What a user's own variant may look like."""
 

@@ -153,6 +153,11 @@ def _left_alone(module: nn.Module) -> str | None:
 def _obstacle(module: nn.Module) -> str | None:
     if _left_alone(module):
         return None
+    if "forward" in module.__dict__:
+        return (
+            "its forward was replaced on the module itself, as accelerate does where a device map names it; expected a "
+            "model that is patched first and wrapped afterwards"
+        )
     if not isinstance(module.dropout, nn.Dropout):
         return f"dropout is a {type(module.dropout).__name__}; expected torch.nn.Dropout"
     try:
@@ -163,7 +168,8 @@ def _obstacle(module: nn.Module) -> str | None:
 
 
 def _mechanism(module: nn.Module, parent: nn.Module | None) -> str:
-    return f"DeBERTa {' + '.join(_kinds(module))}" if not _left_alone(module) else "no relative term, or another"
+    kinds = [kind for kind in ("c2p", "p2c", "p2p") if module.relative_attention and kind in module.pos_att_type]
+    return f"DeBERTa {' + '.join(kinds)}" if kinds else "no relative term"
 
 
 def _example(module: nn.Module, parent: nn.Module | None) -> dict[str, Any]:
