@@ -207,7 +207,7 @@ def test_bad_input_is_named(arguments, expected):
 def test_a_run_on_the_cpu_from_the_command_line_to_the_report(tmp_path):
     path = tmp_path / "results.json"
     tiny = ["--cases", "t5", "--systems", "tilewise-blocked", "--lengths", "32", "--tokens", "32", "--heads", "2"]
-    arguments = ["run", "--device", "cpu", *tiny, "--json", str(path)]
+    arguments = ["run", "--device", "cpu", *tiny, "--json", str(path), "--rounds", "4"]
     shown = CliRunner().invoke(app, [*arguments, "--dry-run"])
     assert "1 cells" in shown.output
     assert not path.exists()
@@ -218,5 +218,6 @@ def test_a_run_on_the_cpu_from_the_command_line_to_the_report(tmp_path):
         ("fwd", True, "float32", 2),
         ("bwd", True, "float32", 2),
     ]
+    assert {len(side) for r in cells for side in r["samples"].values()} == {4}
     shown = CliRunner().invoke(app, ["report", str(path), "--no-plots"])
     assert "tilewise-blocked" in shown.output

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -102,6 +103,9 @@ def run(
         float, typer.Option(help="Seconds that what is ready waits for what still compiles, which then comes last.")
     ] = 60.0,
     quick: Annotated[bool, typer.Option("--quick", help="Fewer rounds.")] = False,
+    rounds: Annotated[
+        int | None, typer.Option(min=1, help="Rounds of samples, in place of the 5 (3 with --quick or on the CPU).")
+    ] = None,
     again: Annotated[bool, typer.Option("--again", help="Measure cells that the results have already.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would run and how long it would take.")] = False,
 ) -> None:
@@ -126,6 +130,7 @@ def run(
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
     plan = Plan(rounds=3, replays=5, round_ms=25.0) if quick or where == "cpu" else Plan()
+    plan = plan if rounds is None else replace(plan, rounds=rounds)
     if dry_run:
         for cell in cells:
             typer.echo(f"{cell.case:<15}{cell.order[0]:>6} {','.join(cell.passes):<8} {cell.system}")
