@@ -3,8 +3,8 @@
     python benchmarks/drop_ins.py --out drop_ins.json [--models deberta wav2vec2-bert] [--lengths 512 2048 8192]
 
 Weights are random, of the published sizes (DeBERTa-v3-base; Wav2Vec2-BERT 2.0 with a quarter of its layers). A batch
-has `--tokens` tokens or one example; the last eighth of every second example is padding. Forwards run without gradients,
-training steps with `--dropout` in the places where the models have it. Both run in interleaved rounds.
+has `--tokens` tokens or one example; the last eighth of every second example is padding. Forwards run without
+gradients, training steps with `--dropout` in the places where the models have it. Both run in interleaved rounds.
 """
 
 from __future__ import annotations
