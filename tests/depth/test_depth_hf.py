@@ -137,6 +137,24 @@ def test_norms_that_are_no_rms_norm_run_by_themselves():
     torch.testing.assert_close(model(tokens).logits, by_hand(model, tokens, (0, 2, 4)), rtol=1e-9, atol=1e-9)
 
 
+def test_a_model_with_layer_norms_throughout():
+    sizes = {k: v for k, v in SIZES.items() if k not in ("rms_norm_eps",)}
+    model = transformers.StableLmForCausalLM(transformers.StableLmConfig(**sizes)).eval()
+    tokens = torch.randint(48, (2, 9))
+    wrap_residuals(model, 2)
+    assert model(tokens).logits.isfinite().all()
+    unwrap_residuals(model)
+
+
+def test_layers_that_drop_entries_of_their_sums_are_refused_and_left_alone():
+    config = transformers.Phi3Config(**SIZES, resid_pdrop=0.5)
+    model = transformers.Phi3ForCausalLM(config)
+    with pytest.raises(ValueError, match=r"which drops entries of what it adds \(resid_attn_dropout, p = 0.5\)"):
+        wrap_residuals(model, 2)
+    assert not hasattr(model.model, "attn_res")
+    wrap_residuals(transformers.Phi3ForCausalLM(transformers.Phi3Config(**SIZES)), 2)
+
+
 def test_misuse_raises():
     model = make("llama")
     with pytest.raises(ValueError, match="expected a model that wrap_residuals"):

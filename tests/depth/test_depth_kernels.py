@@ -21,7 +21,7 @@ def run(*args, **env):
     return done.stdout
 
 
-@pytest.mark.parametrize("file", ["depth_interpreted.py", "fp32_chains_interpreted.py"])
+@pytest.mark.parametrize("file", ["depth_interpreted.py", "fp32_chains_interpreted.py", "layouts_interpreted.py"])
 def test_kernels_under_the_interpreter(file):
     out = run("-m", "pytest", HERE / file, "-p", "no:cacheprovider", TRITON_INTERPRET="1")
     assert " passed" in out

@@ -273,3 +273,25 @@ def test_bad_calls_say_so(call, error, message):
 def test_wide_widths_on_any_device():
     v = [torch.randn(1, 3) for _ in range(2)]
     assert depth.mix(v, torch.zeros(3)).shape == (1, 3)
+
+
+@pytest.mark.parametrize("scale", [30.0, 300.0, 3000.0])
+def test_gradients_of_large_scores_between_equal_sources(scale):
+    """exp(s − lse) sums to 1 only as far as lse is exact: weights have to be normalised again."""
+    base, w, do = torch.randn(8, D), torch.randn(2, D), torch.randn(2, 8, D)
+    found = {}
+    for dtype in (torch.float32, F64):
+        v = [base.to(dtype, copy=True).requires_grad_() for _ in range(3)]
+        q = (scale * w).to(dtype)
+        for name, run in (("dense", R.phase1), ("own", lambda *a: depth.phase1(*a, impl="eager"))):
+            o1, _ = run(v, q)
+            found[name, dtype] = torch.autograd.grad((o1 * do.to(dtype)).sum(), v)
+        s = depth.scores(v, q, impl="eager")
+        o1, _ = depth.phase1_from_scores(v, s.detach().requires_grad_(), impl="eager")
+        found["combined", dtype] = torch.autograd.grad((o1 * do.to(dtype)).sum(), v)
+    for n in range(3):
+        exact = found["dense", F64][n]
+        assert_within_budget("dV", found["own", torch.float32][n], found["dense", torch.float32][n], exact)
+        # Scores that are given have no gradient to the sources: what is left is the weighted sum's.
+        exact = found["combined", F64][n]
+        assert (found["combined", torch.float32][n] - exact).norm() <= 1e-6 * exact.norm()

@@ -164,3 +164,27 @@ def test_a_gradient_keeps_no_other_accumulators():
     x, w, g, o = (t.detach().float().requires_grad_() for t in leaves())
     shared(x, w, g, o, False).sum().backward()
     assert x.grad.untyped_storage().nbytes() == x.grad.nbytes
+
+
+@pytest.mark.parametrize(
+    ("i", "update", "prefix", "error", "message"),
+    [
+        (1, torch.ones(1, D), None, ValueError, r"update: found shape \(1, 16\), expected \(5, 16\)"),
+        (
+            1,
+            torch.ones(T, D, dtype=torch.float16),
+            None,
+            TypeError,
+            "update: found dtype torch.float16, expected torch.float32",
+        ),
+        (1, None, None, TypeError, "update: found NoneType"),
+        (2, torch.ones(T, D), None, ValueError, "prefix: found None for sublayer 2"),
+        (2, torch.ones(T, D), torch.ones(T, 1), ValueError, r"prefix: found shape \(5, 1\), expected \(5, 16\)"),
+        (3, torch.ones(T, D), torch.ones(T, D), IndexError, "i: found 3, expected 1 to 2"),
+    ],
+)
+def test_a_merge_checks_what_it_is_given(i, update, prefix, error, message):
+    reads = BlockReads([SharedSource(torch.randn(T, D))], torch.zeros(S, D))
+    reads.first()
+    with pytest.raises(error, match=message):
+        reads.merge(i, update, prefix)

@@ -44,6 +44,25 @@ def test_an_embedding_in_the_bank_is_not_copied():
     assert state.store(0, slot).data_ptr() == slot.data_ptr() == state.bank.data_ptr()
 
 
+@pytest.mark.parametrize("full", [False, True])
+@torch.no_grad()
+def test_an_embedding_in_another_layout_of_the_bank_is_copied(full):
+    """A part of the slot, or its transpose, begins at the slot's own address."""
+    schedule = Schedule.full_attention(4) if full else Schedule.block(4, 2)
+    module = AttnRes(16, schedule)
+    torch.nn.init.normal_(module.query)
+    for shape, part in (((2, 8, 16), lambda x: x[:, :4]), ((4, 8, 16), lambda x: x.transpose(0, 1))):
+        x, results = torch.randn(shape), []
+        for inside in (False, True):
+            state = InferenceState(module.schedule, module.reads(), max_tokens=32)
+            embedding = part(state.slot(0, torch.Size(shape)).copy_(x) if inside else x)
+            stream = state(embedding)
+            for l in range(4):
+                stream.write(l, torch.tanh(stream.read(l)))
+            results.append(stream.output())
+        torch.testing.assert_close(*results)
+
+
 @pytest.mark.parametrize("kind", ["block", "full"])
 def test_decoder_prefill_chunks_and_decode_several_tokens(kind):
     """One forward pass over 13 tokens equals chunks of 5, 4, then decode steps of 1, 2 and 1 tokens."""

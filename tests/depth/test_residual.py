@@ -166,6 +166,23 @@ def test_wrong_order_raises():
         AttnRes(8, Schedule.block(4, 2), span=(2, 2))
 
 
+@pytest.mark.parametrize("given", [False, True])
+@pytest.mark.parametrize("kind", ["standard", "block", "full"])
+def test_a_refused_write_can_be_repeated(kind, given):
+    norms = list(torch.ones(4, 16)) if given else None
+    module = Residual(16, 4, kind, 2)
+    whole, tried = (module(torch.ones(3, 16), norms=norms) for _ in range(2))
+    for l in range(4):
+        update = torch.tanh(whole.read(l))
+        whole.write(l, update)
+        tried.read(l)
+        for wrong in (update[:1], None):
+            with pytest.raises((ValueError, TypeError), match="update: found"):
+                tried.write(l, wrong)
+        tried.write(l, update)
+    torch.testing.assert_close(tried.output(), whole.output(), rtol=0, atol=0)
+
+
 def test_autocast_does_not_touch_the_reads():
     for options in ({}, {"norms": torch.ones(4, 8).unbind(0)}):
         residual, x = AttnRes(8, Schedule.block(4, 1)), torch.randn(3, 8)

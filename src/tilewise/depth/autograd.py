@@ -150,16 +150,16 @@ class Combine(torch.autograd.Function):
         impl, s, *sources = args
         o1, lse = _op.depth_combine(list(sources), s, impl)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(s, lse, *sources)
+        ctx.save_for_backward(s, *sources)
         return o1, lse
 
     @staticmethod
     @once
     def backward(ctx, do1, dlse):
-        s, lse, *sources = ctx.saved_tensors
+        s, *sources = ctx.saved_tensors
         if do1 is None and dlse is None:
             return (None,) * (2 + len(sources))
-        a = (s - lse[:, None]).exp()
+        a = s.softmax(1)
         if do1 is None:
             return None, a * dlse[:, None], *([None] * len(sources))
         do = wide(do1)

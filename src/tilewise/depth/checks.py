@@ -68,19 +68,19 @@ def check_norms(norms: Sequence[Tensor] | None, sublayers: int, d: int) -> None:
             raise ValueError(f"norms[{l}]: found shape {tuple(weight.shape)}, expected [{d}]")
 
 
-def check_update(update: Tensor, shape: torch.Size) -> None:
-    """Check a sublayer's output that is written to a stream of `shape`.
+def check_update(update: Tensor, shape: torch.Size, name: str = "update") -> None:
+    """Check a sublayer's output, the argument `name`, that is written to a stream of `shape`.
 
     Raises:
         TypeError: no tensor, or a dtype that is no float.
         ValueError: another shape.
     """
     if not isinstance(update, Tensor):
-        raise TypeError(f"update: found {type(update).__name__}, expected a tensor {tuple(shape)}")
+        raise TypeError(f"{name}: found {type(update).__name__}, expected a tensor {tuple(shape)}")
     if update.dtype not in FLOATS:
-        raise TypeError(f"update: found dtype {update.dtype}, expected one of {', '.join(map(str, FLOATS))}")
+        raise TypeError(f"{name}: found dtype {update.dtype}, expected one of {', '.join(map(str, FLOATS))}")
     if update.shape != shape:
-        raise ValueError(f"update: found shape {tuple(update.shape)}, expected {tuple(shape)}")
+        raise ValueError(f"{name}: found shape {tuple(update.shape)}, expected {tuple(shape)}")
 
 
 def check_sources(sources: Sequence[Tensor] | Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:

@@ -50,7 +50,8 @@ def fold(query: Tensor, key_weight: Tensor | None, dtype: torch.dtype, own: bool
     """
     if own and key_weight is None and query.dtype == torch.float32 and dtype.itemsize == 2:
         query = query.clone()
-    return fold_queries(query, key_weight).to(torch.float64 if dtype == torch.float64 else torch.float32)
+    # The kernels read queries by rows.
+    return fold_queries(query, key_weight).to(torch.float64 if dtype == torch.float64 else torch.float32).contiguous()
 
 
 def backend(impl: str, x: Tensor) -> ModuleType:
@@ -76,7 +77,8 @@ def _or_empty(x: Tensor | None, like: Tensor) -> Tensor:
 
 def owned(x: Tensor, shape: torch.Size) -> Tensor:
     """A fresh contiguous result in another shape, which autograd takes for no view: its owner may work in place."""
-    return x if x.shape == shape else torch.ops.aten._unsafe_view(x.contiguous(), shape)
+    x = x.contiguous()
+    return x if x.shape == shape else torch.ops.aten._unsafe_view(x, shape)
 
 
 def _shaped(x: Tensor | None, like: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from tilewise.depth.accumulators import Share, Sum, accumulators, flattened, shaped
-from tilewise.depth.checks import check_matrix, check_sources, check_vector
+from tilewise.depth.checks import check_matrix, check_sources, check_update, check_vector
 from tilewise.depth.ops import backend, check_call, fold, owned
 from tilewise.depth.sources import Fixed
 from tilewise.once import current_pass, once
@@ -179,9 +179,18 @@ class BlockReads:
 
         Raises:
             IndexError: i is not a sublayer of this block that has a partial sum.
+            TypeError: update or prefix is no tensor of the sources' dtype.
+            ValueError: their shape differs from the sources', or i > 1 without a prefix.
         """
         if not 1 <= i < self._block.size:
             raise IndexError(f"i: found {i}, expected 1 to {self._block.size - 1}; sublayer 0 is first()")
+        if prefix is None and i > 1:
+            raise ValueError(f"prefix: found None for sublayer {i}, expected the block's partial sum before it")
+        dtype = self._block.sources[0].dtype
+        for name, x in (("update", update), ("prefix", update if prefix is None else prefix)):
+            check_update(x, self._block.shape, name)
+            if x.dtype != dtype:
+                raise TypeError(f"{name}: found dtype {x.dtype}, expected {dtype}, that of the sources")
         return _Read.apply(self._block, i, update, prefix, self._ticket)
 
 

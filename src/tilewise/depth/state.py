@@ -155,9 +155,16 @@ class InferenceState:
     def store(self, number: int, value: Tensor) -> Tensor:
         """Copy a source into its slot, unless it lies there already."""
         slot = self.slot(number, value.shape)
-        if slot.data_ptr() != value.data_ptr():
-            slot.copy_(value)
+        if not _same(slot, value):
+            # A part of the slot's own memory in another layout would be read and written at once.
+            shared = slot.untyped_storage().data_ptr() == value.untyped_storage().data_ptr()
+            slot.copy_(value.clone() if shared else value)
         return slot
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors of one shape are the same memory in the same order."""
+    return a.data_ptr() == b.data_ptr() and a.stride() == b.stride()
 
 
 class InferenceStream:
@@ -363,7 +370,7 @@ class InferenceStream:
         """Read l over o1 of phase 1, if it has a row there, these slots, and the update, which is kept in `slot`."""
         owner = self._owner
         o1, lse = (None, None) if rows is None else (x[0] for x in self._buffers(rows))
-        slot = None if slot is None or slot.data_ptr() == self._update.data_ptr() else slot
+        slot = None if slot is None or _same(slot, self._update) else slot
         scores = owner.scores[l, slots.start : slots.stop + 1, : self._tokens]
         sources = [self._slot(number) for number in slots]
         return owner.run.read(o1, lse, sources, self._update, scores, weight, owner.reads.output_eps, slot=slot)

@@ -66,13 +66,15 @@ def wrap_residuals(model: nn.Module, schedule: Schedule | int | str, *, impl: st
     weight = base.norm.weight
     eps = getattr(base.norm, "variance_epsilon", None) or getattr(base.norm, "eps", None) or 1e-6
     residual = AttnRes(weight.shape[-1], schedule, eps=eps, impl=impl, device=weight.device, dtype=weight.dtype)
+    # All that may fail comes before the first change.
+    fused = [[_is_rms_norm(norm, eps) for norm in (x.input_layernorm, x.post_attention_layernorm)] for x in layers]
+    last = _is_rms_norm(base.norm, eps)
     base.add_module(NAME, residual)
     for index, layer in enumerate(layers):
         # A tuple keeps the shared module out of the layer's own parameters, and follows copy.deepcopy.
-        fused = [_is_rms_norm(norm, eps) for norm in (layer.input_layernorm, layer.post_attention_layernorm)]
-        layer.__dict__["_depth"] = (residual, index, base.config, fused)
+        layer.__dict__["_depth"] = (residual, index, base.config, fused[index])
         layer.__class__ = _layer_class(type(layer))
-    base.norm.__dict__["_depth"] = (residual, len(layers), _is_rms_norm(base.norm, eps))
+    base.norm.__dict__["_depth"] = (residual, len(layers), last)
     base.norm.__class__ = _norm_class(type(base.norm))
     return residual
 
@@ -115,6 +117,10 @@ def _why_not(layer: nn.Module) -> str:
     """Why the layer's code is not the two plain residual sums; empty if it is."""
     if missing := [name for name in PARTS if not hasattr(layer, name)]:
         return f"which has no {', '.join(missing)}"
+    for name, child in layer._modules.items():
+        # The probe below is of a layer that drops nothing.
+        if name not in PARTS and isinstance(child, nn.modules.dropout._DropoutNd) and child.p > 0.0:
+            return f"which drops entries of what it adds ({name}, p = {child.p}); a stream adds them whole"
     probe = copy.copy(layer)
     stubs = {name: _Stub(0.3 + 0.2 * i, name == "self_attn") for i, name in enumerate(PARTS)}
     probe._modules = {**layer._modules, **stubs}
@@ -137,7 +143,8 @@ def _why_not(layer: nn.Module) -> str:
 def _is_rms_norm(norm: nn.Module, eps: float) -> bool:
     """Whether the module is RMSNorm(h) * weight with this eps, so that the read's kernel can apply it."""
     own = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
-    if own != eps or not isinstance(getattr(norm, "weight", None), Tensor) or norm.weight.ndim != 1:
+    weighted = isinstance(getattr(norm, "weight", None), Tensor) and norm.weight.ndim == 1
+    if own != eps or not weighted or isinstance(norm, nn.LayerNorm):
         return False
     probe, weight = copy.copy(norm), torch.linspace(0.5, 1.5, 8)
     probe._parameters = {**norm._parameters, "weight": nn.Parameter(weight)}

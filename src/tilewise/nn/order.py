@@ -17,9 +17,13 @@ class Order:
         self.reading = False
 
     def write(self, sublayer: int) -> None:
+        self.check_write(sublayer)
+        self.reading, self.next = True, self.next + 1
+
+    def check_write(self, sublayer: int) -> None:
+        """As :meth:`write`, without taking the turn: a write that is refused for another reason may be repeated."""
         if self.reading or sublayer != self.next:
             raise ValueError(f"sublayer: found write({sublayer}), expected {self.expected()}{self.hint()}")
-        self.reading, self.next = True, self.next + 1
 
     def output(self) -> None:
         if self.next != self.last or not self.reading:

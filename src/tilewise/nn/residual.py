@@ -174,7 +174,8 @@ def Residual(d: int, sublayers: int, kind: str, block: int = 8, **options) -> nn
         ValueError: another kind.
     """
     if kind == "standard":
-        return StandardResidual(sublayers, options.get("output_eps") or options.get("eps", 1e-6))
+        given = options.get("output_eps")
+        return StandardResidual(sublayers, options.get("eps", 1e-6) if given is None else given)
     if kind == "block":
         return AttnRes(d, Schedule.block(sublayers, block), **options)
     if kind == "full":

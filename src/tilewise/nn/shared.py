@@ -93,9 +93,10 @@ class SharedStream:
         if self._plain is not None:
             self._plain.write(sublayer, update)
             return
-        self._order.write(sublayer)
+        self._order.check_write(sublayer)
         check_update(update, self._shape)
         self._update = update.to(self._dtype)
+        self._order.write(sublayer)
 
     def output(self, norm_weight: Tensor | None = None) -> Tensor:
         """The output head's read over the embedding and all blocks, with the final norm if its weight is given.

@@ -76,8 +76,9 @@ class Stream:
             TypeError: no tensor of a float dtype.
             ValueError: l is not the sublayer that was read last, or the shape differs from the embedding's.
         """
-        self._order.write(sublayer)
+        self._order.check_write(sublayer)
         self.state = functional.write(self.state, update)
+        self._order.write(sublayer)
 
     def output(self, norm_weight: Tensor | None = None) -> Tensor:
         """The output head's read over the embedding and all blocks, with the final norm if its weight is given.
@@ -132,9 +133,10 @@ class StandardStream:
 
     def write(self, sublayer: int, update: Tensor) -> None:
         """Add the output of sublayer l."""
-        self._order.write(sublayer)
+        self._order.check_write(sublayer)
         check_update(update, self.hidden.shape)
         self.hidden = self.hidden + update
+        self._order.write(sublayer)
 
     def output(self, norm_weight: Tensor | None = None) -> Tensor:
         """The stream after the last sublayer, with the final norm if its weight is given."""

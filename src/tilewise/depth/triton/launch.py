@@ -67,6 +67,7 @@ def _mix(sources, update, prefix, new, block, q, g, w, eps, output_eps) -> Tenso
     if T == 0:
         return y
     mode = 0 if update is None and prefix is None else 1 if prefix is None else 3 if update is None else 2
+    q, g, w = (None if x is None else x.contiguous() for x in (q, g, w))
     update, prefix = (None if x is None else rows(x) for x in (update, prefix))
     strides = [0 if x is None else row_stride(x) // 8 for x in (update, prefix, new, block)]
     if tiles := config.mix_few(T, d, len(sources)):
@@ -166,7 +167,7 @@ def serve_(prefix, delta, blocks, q, g, w, num_blocks, block_write_idx, eps, out
 def mix_bwd(dy, dp, sources, p, q, w, eps, output_eps, into=None, fresh=False):
     """See :func:`tilewise.depth.eager.mix_bwd`; `fresh` accumulators are written, not added to."""
     T, d = dy.shape
-    dy = rows(dy).contiguous()
+    dy, q, w = rows(dy).contiguous(), q.contiguous(), None if w is None else w.contiguous()
     cfg = config.mix_bwd(T, d)
     programs = max(cfg.pop("programs"), 1)
     part = torch.empty((2, programs, d), dtype=torch.float32, device=dy.device)
@@ -221,6 +222,7 @@ def phase2_fwd(update, prefix, o1, lse, q, w, eps, output_eps, new=None):
     T, d = o1.shape
     o1 = o1.contiguous()
     y = torch.empty_like(o1)
+    q, w = (None if x is None else x.contiguous() for x in (q, w))
     mode = 0
     if update is not None:
         update, lse, mode = update.contiguous(), lse.contiguous(), 1
@@ -247,7 +249,7 @@ def direct(T: int, n: int, queries: int) -> bool:
 def phase2_from_scores(update, prefix, sources, s, q, w, eps, output_eps, new=None):
     """See :func:`tilewise.depth.eager.phase2_from_scores`; at most `config.UNROLLED` sources."""
     like, (T, d) = sources[0], sources[0].shape
-    update, prefix = (None if x is None else x.contiguous() for x in (update, prefix))
+    update, prefix, q, w = (None if x is None else x.contiguous() for x in (update, prefix, q, w))
     sources, stride8 = named(sources)
     s = s if T == 1 or s.stride(1) == 1 else s.contiguous()
     y = torch.empty((T, d), dtype=like.dtype, device=like.device)
@@ -306,6 +308,7 @@ def phase2_bwd(dy, dp, p, o1, lse, q, w, eps, output_eps, do=None, dlse=None, pa
     """
     T, d = dy.shape
     dy, o1 = dy.contiguous(), o1.contiguous()
+    q, w = (None if x is None else x.contiguous() for x in (q, w))
     own = part is None
     if own:
         part = torch.empty((2, partials(dy), d), dtype=torch.float32, device=dy.device)

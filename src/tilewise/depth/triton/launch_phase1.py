@@ -210,7 +210,7 @@ def read(o1, lse, sources, update, s, w, output_eps, slot=None):
     if T == 0:
         return y
     b = bank(sources) if sources else None
-    o1 = None if o1 is None else o1.contiguous()
+    o1, w = (None if x is None else x.contiguous() for x in (o1, w))
     update = None if update is None else rows(update)
     s = s if T == 1 or s.stride(1) == 1 else s.contiguous()
     start(
