@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-__all__ = ["current_pass", "once"]
+__all__ = ["current_pass", "graph_wanted", "once"]
 
 current_pass: Callable[[], int] = torch._C._current_graph_task_id
 """The number of the backward pass that is running; every call of `backward` or `grad` has another."""
@@ -31,13 +31,22 @@ class _Refused(torch.autograd.Function):
 
 
 class _Context:
-    """A Function's ctx whose saved tensors are fetched once: inside a checkpoint a second time is an error."""
+    """A Function's ctx in a pass with create_graph.
+
+    Its saved tensors are fetched once: inside a checkpoint a second time is an error. `others` are further tensors that
+    its gradients depend on, beside autograd.
+    """
 
     def __init__(self, ctx) -> None:
-        self._ctx, self.saved_tensors = ctx, ctx.saved_tensors
+        self._ctx, self.saved_tensors, self.others = ctx, ctx.saved_tensors, ()
 
     def __getattr__(self, name: str):
         return getattr(self._ctx, name)
+
+
+def graph_wanted(ctx) -> bool:
+    """Whether a backward that :func:`once` wraps runs in a pass with create_graph."""
+    return isinstance(ctx, _Context)
 
 
 def once(backward: Callable) -> Callable:
@@ -58,7 +67,7 @@ def once(backward: Callable) -> Callable:
         with torch.no_grad():
             made = backward(ctx, *grads)
         made = made if isinstance(made, tuple) else (made,)
-        inputs = [x for x in (*ctx.saved_tensors, *grads) if x is not None and x.requires_grad]
+        inputs = [x for x in (*ctx.saved_tensors, *grads, *ctx.others) if x is not None and x.requires_grad]
         return tuple(x if x is None else _Refused.apply(x.detach().requires_grad_(), *inputs) for x in made)
 
     return run

@@ -188,3 +188,34 @@ def test_a_merge_checks_what_it_is_given(i, update, prefix, error, message):
     reads.first()
     with pytest.raises(error, match=message):
         reads.merge(i, update, prefix)
+
+
+def steps(stream):
+    for l in range(4):
+        stream.write(l, torch.tanh(stream.read(l)))
+
+
+@pytest.mark.parametrize("wanted", ["embedding", "query", "norm"])
+def test_second_derivatives_are_refused_with_norms_given_at_the_start(wanted):
+    residual, norms = AttnRes(D, Schedule.block(4, 2)), [torch.ones(D, requires_grad=True) for _ in range(4)]
+    x = torch.randn(T, D, requires_grad=True)
+    stream = residual(x, norms=norms)
+    steps(stream)
+    (first,) = torch.autograd.grad(stream.output().square().sum(), x, create_graph=True)
+    leaf = {"embedding": x, "query": residual.query, "norm": norms[2]}[wanted]
+    penalty = first.square().sum() + 0.5 * leaf.square().sum()
+    with pytest.raises(RuntimeError, match="these gradients cannot be differentiated again"):
+        torch.autograd.grad(penalty, leaf)
+
+
+def test_a_change_of_the_embedding_in_place_is_noticed_without_the_output_read():
+    x = torch.randn(T, D, requires_grad=True)
+    embedding = x * 1.0
+    stream = AttnRes(D, Schedule.block(4, 2))(embedding, norms=list(torch.ones(4, D)))
+    for l in range(3):
+        stream.write(l, torch.tanh(stream.read(l)))
+    y = stream.read(3)
+    with torch.no_grad():
+        embedding.zero_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()

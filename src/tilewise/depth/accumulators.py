@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tilewise.once import current_pass, once
+from tilewise.once import current_pass, graph_wanted, once
 
 __all__ = ["Share", "Sum", "accumulators", "flattened", "shaped"]
 
@@ -31,11 +31,16 @@ class Sum:
         self.flat = flat
         self.accumulator: Tensor | None = None
         self.owner = -1
+        self.touched: list[Tensor] = []
 
     def renew(self) -> None:
         """Drop what another pass has left."""
         if self.owner != (now := current_pass()):
-            self.accumulator, self.owner = None, now
+            self.accumulator, self.owner, self.touched = None, now, []
+
+    def touch(self, *tensors: Tensor | None) -> None:
+        """Note what the accumulator depends on, in a pass with create_graph: autograd sees nothing of it."""
+        self.touched += [x for x in tensors if x is not None]
 
 
 class Share(torch.autograd.Function):
@@ -44,23 +49,28 @@ class Share(torch.autograd.Function):
     @staticmethod
     def forward(ctx, shared, value):
         ctx.set_materialize_grads(False)
-        ctx.shared, ctx.dtype, ctx.shape = shared, value.dtype, value.shape
+        # Saved so that a change in place is noticed, and a second derivative refused.
+        ctx.save_for_backward(value)
+        ctx.shared = shared
         return value.view_as(value)
 
     @staticmethod
     @once
     def backward(ctx, grad):
+        (value,) = ctx.saved_tensors
         ctx.shared.renew()
+        if graph_wanted(ctx):
+            ctx.others, ctx.shared.touched = tuple(ctx.shared.touched), []
         acc, ctx.shared.accumulator = ctx.shared.accumulator, None
         if acc is None:
             return None, grad
         if grad is not None:
             acc = acc.add_(grad.reshape(acc.shape))
-        grad = acc.to(ctx.dtype)
+        grad = acc.to(value.dtype)
         if grad is acc and acc.untyped_storage().nbytes() > acc.nbytes:
             # A row of the accumulators' tensor would keep all of them.
             grad = acc.clone()
-        return None, shaped(grad, ctx.shape)
+        return None, shaped(grad, value.shape)
 
 
 def accumulators(sums: Sequence[Sum]) -> tuple[list[Tensor], bool]:

@@ -22,7 +22,7 @@ from tilewise.depth.accumulators import Share, Sum, accumulators, flattened, sha
 from tilewise.depth.checks import check_matrix, check_sources, check_update, check_vector
 from tilewise.depth.ops import backend, check_call, fold, owned
 from tilewise.depth.sources import Fixed
-from tilewise.once import current_pass, once
+from tilewise.once import current_pass, graph_wanted, once
 
 __all__ = ["BlockReads", "SharedSource", "mix_norm_shared", "reads_of_folded"]
 
@@ -60,6 +60,9 @@ class _SharedMix(torch.autograd.Function):
     def backward(ctx, dy):
         q, w, *flat = ctx.saved_tensors
         acc, fresh = accumulators(ctx.sums)
+        if graph_wanted(ctx):
+            for x in ctx.sums:
+                x.touch(q, w, dy)
         dy = flattened(dy)
         _, _, dq, dw = ctx.run.mix_bwd(dy, None, flat, None, q, w, *ctx.args, into=acc, fresh=fresh)
         return None, None, None, None, dq, None if w is None else dw.to(w.dtype), *([None] * len(flat))
@@ -303,13 +306,15 @@ class _Open(torch.autograd.Function):
     @staticmethod
     def forward(ctx, block, q, w, *values):
         ctx.set_materialize_grads(False)
-        ctx.block, ctx.dtype = block, None if w is None else w.dtype
-        ctx.sources = len(values)
+        # Saved so that a second derivative is refused.
+        ctx.save_for_backward(q, w)
+        ctx.block, ctx.sources = block, len(values)
         return q.new_empty(0)
 
     @staticmethod
     @once
     def backward(ctx, _):
+        q, w = ctx.saved_tensors
         block = ctx.block
         grad, block.grad = block.grad, None
         if grad is None or grad.owner != current_pass():
@@ -319,11 +324,14 @@ class _Open(torch.autograd.Function):
                 for x in (grad.rows(block, i)[1], grad.dlse_rows[i], grad.part_rows[i]):
                     x.zero_()
         acc, fresh = accumulators(block.sums)
+        if graph_wanted(ctx):
+            for x in block.sums:
+                x.touch(q, w)
         _, dq = block.run.phase1_bwd(
             grad.do, grad.dlse, block.sources, block.q, block.scores, block.lse, block.rstd, into=acc, fresh=fresh
         )
         sums = grad.parts.sum(2)
-        dw = None if ctx.dtype is None else sums[:, 1].to(ctx.dtype)
+        dw = None if w is None else sums[:, 1].to(w.dtype)
         return None, dq.add_(sums[:, 0]), dw, *([None] * ctx.sources)
 
 
