@@ -295,3 +295,34 @@ def test_gradients_of_large_scores_between_equal_sources(scale):
         # Scores that are given have no gradient to the sources: what is left is the weighted sum's.
         exact = found["combined", F64][n]
         assert (found["combined", torch.float32][n] - exact).norm() <= 1e-6 * exact.norm()
+
+
+@pytest.mark.parametrize("impl", ["auto", "reference"])
+@pytest.mark.parametrize("wrong", [-1.0, float("nan"), float("inf"), "1e-6"])
+def test_an_epsilon_that_is_none_is_refused(wrong, impl):
+    v, q = [torch.randn(3, D)], torch.randn(2, D)
+    error = TypeError if isinstance(wrong, str) else ValueError
+    for call in (
+        lambda **k: depth.mix(v, q[0], impl=impl, **k),
+        lambda **k: depth.mix_norm(v, q[0], impl=impl, **k),
+        lambda **k: depth.phase1(v, q, impl=impl, **k),
+        lambda **k: depth.scores(v, q, impl=impl, **k),
+    ):
+        with pytest.raises(error, match="eps: found"):
+            call(eps=wrong)
+    for call in (depth.mix_norm, lambda v, q, **k: depth.phase2_first(v[0], **k)):
+        with pytest.raises(error, match="output_eps: found"):
+            call(v, q[0], impl=impl, output_eps=wrong)
+
+
+@pytest.mark.parametrize("call", ["scores", "complete"])
+def test_gradients_of_scores_inside_autocast(call):
+    v, q, u = (torch.randn(n, D, requires_grad=True) for n in (3, 2, 3))
+
+    def gradients(inside):
+        s = depth.scores([v], q) if call == "scores" else depth.complete(u, v, q)[1]
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=inside):
+            return torch.autograd.grad(s.square().sum(), [q, v], retain_graph=True)
+
+    for a, b in zip(gradients(True), gradients(False), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tilewise.depth import ops  # noqa: F401  (registers torch.ops.tilewise.depth_*)
+from tilewise.depth.eager import exact_products
 from tilewise.depth.reference import wide
 from tilewise.once import once
 
@@ -169,6 +170,7 @@ class Combine(torch.autograd.Function):
         return None, ds, *grads
 
 
+@exact_products
 def _scores_bwd(ds, q, s, r, sources):
     dq, grads = torch.zeros_like(q), []
     for j, v in enumerate(sources):

@@ -32,7 +32,9 @@ def check_impl(impl: str) -> None:
 
 
 def check_eps(name: str, eps: float) -> None:
-    """Raise ValueError unless `eps` is a finite number, 0 or above."""
+    """Raise TypeError or ValueError unless `eps` is a finite number, 0 or above."""
+    if not isinstance(eps, (int, float)):
+        raise TypeError(f"{name}: found {eps!r}, expected a finite number >= 0")
     if not 0 <= eps < math.inf:
         raise ValueError(f"{name}: found {eps}, expected a finite number >= 0")
 

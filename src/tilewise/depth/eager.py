@@ -37,7 +37,7 @@ __all__ = [
 ]
 
 
-def _exact(function):
+def exact_products(function):
     """Under autocast the products of fp32 statistics would be taken in bf16: an error of 1 % of a score."""
 
     @functools.wraps(function)
@@ -91,7 +91,7 @@ def _add(update: Tensor | None, prefix: Tensor | None, new: Tensor | None = None
     return update if prefix is None else prefix if update is None else torch.add(prefix, update, out=new)
 
 
-@_exact
+@exact_products
 def mix_fwd(
     sources: Sequence[Tensor],
     update: Tensor | None,
@@ -111,7 +111,7 @@ def mix_fwd(
     return p, _norm_fwd(h, w, output_eps).to(values[0].dtype)
 
 
-@_exact
+@exact_products
 def mix_bwd(
     dy: Tensor,
     dp: Tensor | None,
@@ -144,7 +144,7 @@ def mix_bwd(
     return _deliver(grads, sources, into, fresh), dprefix, dq, dw
 
 
-@_exact
+@exact_products
 def scores(sources: Sequence[Tensor], q: Tensor, eps: float, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """(s [S, n, T], rstd [n, T]). `out` receives s, if given."""
     r = torch.stack([rstd(wide(v), eps) for v in sources])
@@ -152,7 +152,7 @@ def scores(sources: Sequence[Tensor], q: Tensor, eps: float, out: Tensor | None 
     return s if out is None else out.copy_(s), r
 
 
-@_exact
+@exact_products
 def complete(
     update: Tensor,
     prefix: Tensor | None,
@@ -168,7 +168,7 @@ def complete(
     return b, s[:, 0] if out is None else out.copy_(s[:, 0]), r[0]
 
 
-@_exact
+@exact_products
 def combine(
     sources: Sequence[Tensor], s: Tensor, out: Tensor | None = None, lse: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -178,7 +178,7 @@ def combine(
     return o1 if out is None else out.copy_(o1), total if lse is None else lse.copy_(total)
 
 
-@_exact
+@exact_products
 def phase1_bwd(
     do1: Sequence[Tensor],
     dlse: Tensor | None,
@@ -205,7 +205,7 @@ def phase1_bwd(
     return _deliver(grads, sources, into, fresh), dq
 
 
-@_exact
+@exact_products
 def phase2_fwd(
     update: Tensor | None,
     prefix: Tensor | None,
@@ -229,7 +229,7 @@ def phase2_fwd(
     return p, y.clone() if y is o1 else y
 
 
-@_exact
+@exact_products
 def phase2_bwd(
     dy: Tensor,
     dp: Tensor | None,
@@ -284,7 +284,7 @@ def prepare(q: Tensor, dtype: torch.dtype) -> None:
     """Derive at once what `scores` derives from queries of which later calls take rows; here nothing."""
 
 
-@_exact
+@exact_products
 def read(
     o1: Tensor | None,
     lse: Tensor | None,
@@ -331,7 +331,7 @@ def _phase2_bwd(dy, dp, p, o1, lse, q, w, eps, output_eps):
     return dprefix, ((1 - pi)[:, None] * dh).to(o1.dtype), -ds, (ds * r) @ v, dw
 
 
-@_exact
+@exact_products
 def serve_(
     prefix: Tensor,
     delta: Tensor | None,

@@ -63,7 +63,7 @@ def mix(sources: Sources, query: Tensor, key_weight: Tensor | None = None, *, ep
         torch.Size([2, 5, 64])
     """
     shape, dtype, device = check_sources(sources)
-    check_call(impl, sources[0])
+    check_call(impl, sources[0], eps=eps)
     check_vector("query", query, shape[-1], device)
     check_vector("key_weight", key_weight, shape[-1], device)
     if impl == "reference":
@@ -103,7 +103,7 @@ def mix_norm(
         torch.Size([5, 64])
     """
     shape, dtype, device = check_sources(sources)
-    check_call(impl, sources[0])
+    check_call(impl, sources[0], eps=eps, output_eps=output_eps)
     for name, x in (("query", query), ("key_weight", key_weight), ("output_weight", output_weight)):
         check_vector(name, x, shape[-1], device)
     if impl == "reference":
@@ -150,7 +150,7 @@ def mix_update(
         torch.Size([5, 64])
     """
     shape, dtype, device = check_sources(sources)
-    check_call(impl, sources[0])
+    check_call(impl, sources[0], eps=eps, output_eps=output_eps)
     check_same("update", update, shape, dtype, device)
     if prefix is not None:
         check_same("prefix", prefix, shape, dtype, device)
@@ -184,7 +184,7 @@ def scores(
         TypeError, ValueError: as in :func:`mix`.
     """
     shape, dtype, device = check_sources(sources)
-    check_call(impl, sources[0])
+    check_call(impl, sources[0], eps=eps)
     check_matrix("queries", queries, shape[-1], device)
     check_matrix("key_weights", key_weights, shape[-1], device, queries.shape[0])
     if impl == "reference":
@@ -218,7 +218,7 @@ def complete(
         TypeError, ValueError: as in :func:`mix`.
     """
     shape, dtype, device = check_sources([update])
-    check_call(impl, update)
+    check_call(impl, update, eps=eps)
     check_same("prefix", prefix, shape, dtype, device)
     check_matrix("queries", queries, shape[-1], device)
     check_matrix("key_weights", key_weights, shape[-1], device, queries.shape[0])
@@ -278,7 +278,7 @@ def phase1(
         (torch.Size([4, 5, 64]), torch.Size([4, 5]))
     """
     shape, dtype, device = check_sources(sources)
-    check_call(impl, sources[0])
+    check_call(impl, sources[0], eps=eps)
     check_matrix("queries", queries, shape[-1], device)
     check_matrix("key_weights", key_weights, shape[-1], device, queries.shape[0])
     if impl == "reference":
@@ -335,7 +335,7 @@ def phase2(
         torch.Size([5, 64])
     """
     shape, dtype, device = check_sources([update])
-    check_call(impl, update)
+    check_call(impl, update, eps=eps, output_eps=output_eps)
     for name, x in (("prefix", prefix), ("o1", o1)):
         if x is not None:
             check_same(name, x, shape, dtype, device)
@@ -366,7 +366,7 @@ def phase2_first(o1: Tensor, output_weight: Tensor | None = None, *, output_eps:
         TypeError, ValueError: as in :func:`mix`.
     """
     shape, _, device = check_sources([o1])
-    check_call(impl, o1)
+    check_call(impl, o1, output_eps=output_eps)
     check_vector("output_weight", output_weight, shape[-1], device)
     if impl == "reference":
         return reference.phase2_first(o1, output_weight, output_eps=output_eps)

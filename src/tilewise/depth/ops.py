@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tilewise.depth import eager
-from tilewise.depth.checks import check_impl
+from tilewise.depth.checks import check_eps, check_impl
 from tilewise.depth.reference import fold_queries
 
 __all__ = ["backend", "check_call", "fold", "owned", "triton_reasons"]
@@ -35,9 +35,12 @@ def triton_reasons(x: Tensor) -> list[str]:
     return reasons
 
 
-def check_call(impl: str, x: Tensor) -> None:
-    """Raise ValueError if `impl` is unknown, or is `triton` and cannot take tensors like `x`."""
+def check_call(impl: str, x: Tensor, **epsilons: float | None) -> None:
+    """Raise ValueError if `impl` is unknown, or is `triton` and cannot take tensors like `x`, or an epsilon is none."""
     check_impl(impl)
+    for name, eps in epsilons.items():
+        if eps is not None or name == "eps":
+            check_eps(name, eps)
     if impl == "triton" and (reasons := triton_reasons(x)):
         raise ValueError(f"impl: 'triton' cannot run this call: {'; '.join(reasons)}; impl='eager' or 'auto' can")
 

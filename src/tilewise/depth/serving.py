@@ -65,7 +65,7 @@ def fused_attn_res(
             f"prefix, blocks: found {tuple(prefix.shape)} and {tuple(blocks.shape)}, expected [T, D] and [T, NB, D]"
         )
     shape, dtype, device = check_sources([prefix])
-    check_call(impl, prefix)
+    check_call(impl, prefix, eps=eps, output_norm_eps=output_norm_eps)
     if delta is not None:
         check_same("delta", delta, shape, dtype, device)
     check_same("blocks", blocks, torch.Size((shape[0], blocks.shape[1], shape[1])), dtype, device)

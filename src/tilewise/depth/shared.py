@@ -101,7 +101,7 @@ def mix_norm_shared(
     holders = _shared(sources)
     values = [h.value for h in holders]
     shape, dtype, device = check_sources(values)
-    check_call(impl, values[0])
+    check_call(impl, values[0], eps=eps, output_eps=output_eps)
     for name, x in (("query", query), ("key_weight", key_weight), ("output_weight", output_weight)):
         check_vector(name, x, shape[-1], device)
     run = backend("eager" if impl == "reference" else impl, values[0])
@@ -154,7 +154,7 @@ class BlockReads:
         holders = _shared(sources)
         values = [h.value for h in holders]
         shape, dtype, device = check_sources(values)
-        check_call(impl, values[0])
+        check_call(impl, values[0], eps=eps, output_eps=output_eps)
         check_matrix("queries", queries, shape[-1], device)
         check_matrix("key_weights", key_weights, shape[-1], device, queries.shape[0])
         check_matrix("output_weights", output_weights, shape[-1], device, queries.shape[0])
