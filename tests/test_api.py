@@ -60,30 +60,12 @@ WRONG = {
         dict(terms=lambda: tw.Scalar(torch.randn(4, 5), tw.t5_buckets())), ValueError,
         "Scalar.table has 5 rows; expected at least 32, which its map t5:32:128:1 needs",
     ),
-    "Shaw rows": (
-        dict(terms=lambda: tw.Shaw(torch.randn(129, 8), left=4, right=4)), ValueError,
-        r"keys has shape \(129, 8\); expected \[H, 9, d\] or \[9, d\], rows = left \+ right \+ 1 with left = 4 and right = 4",
-    ),
-    "Shaw values": (
-        dict(terms=lambda: tw.Shaw(torch.randn(9, 8), torch.randn(10, 8), left=4, right=4)), ValueError,
-        r"values has shape \(10, 8\); expected \[H, 9, d\]",
-    ),
-    "VITS rows": (
-        dict(terms=lambda: tw.VITS(torch.randn(1, 21, 8), torch.randn(1, 9, 8), window=4)), ValueError,
-        r"keys has shape \(1, 21, 8\); expected \[H, 9, d\] or \[9, d\], rows = 2·window \+ 1 with window = 4",
-    ),
-    "DeBERTa rows": (
-        dict(terms=lambda: tw.DeBERTa(None, torch.randn(4, 1024, 8), position_buckets=256, max_relative_positions=512)),
-        ValueError, r"pos_query has shape \(4, 1024, 8\); expected \[H, 512, d\] .* with position_buckets = 256",
-    ),
-    "DeBERTa v1 rows": (
-        dict(terms=lambda: tw.DeBERTaV1(torch.randn(4, 2048, 8), None)), ValueError,
-        r"pos_key has shape \(4, 2048, 8\); expected \[H, 1024, d\] .* with max_relative_positions = 512",
-    ),
-    "u rank": (
-        dict(terms=lambda: tw.TransformerXL(torch.randn(4, 19, 8), torch.randn(8), torch.randn(4, 8))), ValueError,
-        r"u has shape \(8,\); expected \[H, d\]",
-    ),
+    "Shaw rows": (dict(terms=lambda: tw.Shaw(torch.randn(129, 8), left=4, right=4)), ValueError, r"keys has shape \(129, 8\); expected \[H, 9, d\] or \[9, d\], rows = left \+ right \+ 1 with left = 4 and right = 4"),
+    "Shaw values": (dict(terms=lambda: tw.Shaw(torch.randn(9, 8), torch.randn(10, 8), left=4, right=4)), ValueError, r"values has shape \(10, 8\); expected \[H, 9, d\]"),
+    "VITS rows": (dict(terms=lambda: tw.VITS(torch.randn(1, 21, 8), torch.randn(1, 9, 8), window=4)), ValueError, r"keys has shape \(1, 21, 8\); expected \[H, 9, d\] or \[9, d\], rows = 2·window \+ 1 with window = 4"),
+    "DeBERTa rows": (dict(terms=lambda: tw.DeBERTa(None, torch.randn(4, 1024, 8), position_buckets=256, max_relative_positions=512)), ValueError, r"pos_query has shape \(4, 1024, 8\); expected \[H, 512, d\] .* with position_buckets = 256"),
+    "DeBERTa v1 rows": (dict(terms=lambda: tw.DeBERTaV1(torch.randn(4, 2048, 8), None)), ValueError, r"pos_key has shape \(4, 2048, 8\); expected \[H, 1024, d\] .* with max_relative_positions = 512"),
+    "u rank": (dict(terms=lambda: tw.TransformerXL(torch.randn(4, 19, 8), torch.randn(8), torch.randn(4, 8))), ValueError, r"u has shape \(8,\); expected \[H, d\]"),
     "T5 rank": (dict(terms=lambda: tw.T5(torch.randn(32))), ValueError, r"weight has shape \(32,\); expected \[num_buckets, H\]"),
     "table rank": (
         dict(terms=lambda: tw.OnQuery(torch.randn(9), tw.clipped(-4, 4))), ValueError,
