@@ -1,13 +1,12 @@
 """The attention kernels under Triton's interpreter, forward and backward, against the fp64 oracle."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from forked import chosen, words_of
+from forked import missed_by
 
 HERE = Path(__file__).parent
 SHARDS = (
@@ -26,16 +25,7 @@ SHARDS = (
 
 @pytest.fixture(scope="module")
 def missed(request):
-    """{job: what missed its budget} of all shards that are to be run, and what their processes said besides."""
-    words = words_of(chosen(request, "test_interpreted", "names"))
-    done = subprocess.run(
-        [sys.executable, str(HERE / "interpreted.py"), *words], cwd=HERE, capture_output=True, text=True, timeout=590,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
-    found = {r["name"]: r["missed"] for r in map(json.loads, done.stdout.splitlines())}
-    # A process that failed shows in its jobs, unless it failed after them.
-    assert done.returncode == 0 or {*words} - {*found, ","}, done.stderr[-3000:]
-    return found, done.stderr
+    return missed_by("interpreted.py", request, "test_interpreted", "names")
 
 
 @pytest.mark.parametrize("names", SHARDS, ids=" ".join)

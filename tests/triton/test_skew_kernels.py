@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from forked import chosen, words_of
+from forked import missed_by
 from planned import passes
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
@@ -48,16 +48,7 @@ def lines(script: str, *jobs: str):
 
 @pytest.fixture(scope="module")
 def missed(request):
-    """{job: what missed its budget} of all kinds that are to be run, and what their processes said besides."""
-    words = words_of(chosen(request, "test_within_the_error_budget", "jobs"))
-    done = subprocess.run(
-        [sys.executable, str(HERE / "modelled.py"), *words], cwd=HERE, capture_output=True, text=True, timeout=590,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
-    found = {line["name"]: line["missed"] for line in map(json.loads, done.stdout.splitlines())}
-    # A process that failed shows in its jobs, unless it failed after them.
-    assert done.returncode == 0 or {*words} - {*found, ","}, done.stderr[-3000:]
-    return found, done.stderr
+    return missed_by("modelled.py", request, "test_within_the_error_budget", "jobs")
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,7 @@ def triton_reasons(x: Tensor) -> list[str]:
 
 
 def check_call(impl: str, x: Tensor, **epsilons: float | None) -> None:
-    """Raise ValueError if `impl` is unknown, or is `triton` and cannot take tensors like `x`, or an epsilon is none."""
+    """Raise ValueError if `impl` is unknown, is `triton` and cannot take tensors like `x`, or an epsilon is wrong."""
     check_impl(impl)
     for name, eps in epsilons.items():
         if eps is not None or name == "eps":
