@@ -46,7 +46,8 @@ class Fake:
         return False
 
     def compiles(self, system):
-        return system == "slow"
+        # Both compile where one is slow: what only measures could hold the device's lock before "slow" has begun.
+        return system == "slow" or "SLOW_COMPILER" in os.environ
 
     def kernels(self, cell):
         return cell.case

@@ -105,10 +105,11 @@ def test_limits_end_a_run_or_a_hanging_process_and_the_same_call_goes_on(tmp_pat
 
 
 @pytest.mark.usefixtures("fake")
-def test_what_compiles_for_too_long_comes_last(tmp_path, monkeypatch):
+@pytest.mark.parametrize("order", [("slow", "fine"), ("fine", "slow")])
+def test_what_compiles_for_too_long_comes_last(tmp_path, monkeypatch, order):
     quick = tmp_path / "from here on it compiles at once"
     monkeypatch.setenv("SLOW_COMPILER", str(quick))
-    cells = runner.select("fake", "cpu", systems=["slow", "fine"], cases=["a"], sizes={"n": [2]})
+    cells = runner.select("fake", "cpu", systems=order, cases=["a"], sizes={"n": [2]})
     lines = []
 
     def say(line):
