@@ -17,7 +17,9 @@ from statistics import median
 import torch
 from torch import Tensor
 
-__all__ = ["Plan", "Samples", "backward_of", "captured", "compare", "peak_mib", "step_of", "synchronize"]
+__all__ = [
+    "Plan", "Samples", "backward_of", "captured", "compare", "interleaved", "peak_mib", "step_of", "synchronize",
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -143,20 +145,24 @@ class _Clock:
         return [start.elapsed_time(end) for start, end in events]
 
 
+def interleaved(runs: dict[str, Callable[[], object]], device: str, plan: Plan) -> dict[str, list[list[float]]]:
+    """Milliseconds of every run by round; there are as many rounds as the plan has for the first run."""
+    clock = _Clock(device)
+    estimate = {name: median(clock(run, 2)) for name, run in runs.items()}
+    samples: dict[str, list[list[float]]] = {name: [] for name in runs}
+    for r in range(plan.rounds_for(next(iter(estimate.values())))):
+        for name in list(runs) if r % 2 == 0 else list(runs)[::-1]:
+            samples[name].append(clock(runs[name], plan.replays_for(estimate[name])))
+    return samples
+
+
 def compare(
     system: Callable[[], object], baseline: Callable[[], object], device: str, plan: Plan,
     overhead: Callable[[], object] | None = None,
 ) -> Samples:  # fmt: skip
     """Time all in interleaved rounds."""
-    clock = _Clock(device)
     runs = {"system": system, "baseline": baseline} | ({} if overhead is None else {"overhead": overhead})
-    estimate = {name: median(clock(run, 2)) for name, run in runs.items()}
-    rounds = plan.rounds_for(estimate["system"])
-    samples: dict[str, list[list[float]]] = {name: [] for name in runs}
-    for r in range(rounds):
-        for name in list(runs) if r % 2 == 0 else list(runs)[::-1]:
-            samples[name].append(clock(runs[name], plan.replays_for(estimate[name])))
-    return Samples(**samples)
+    return Samples(**interleaved(runs, device, plan))
 
 
 def peak_mib(work: Callable[[], object], device: str) -> float | None:
