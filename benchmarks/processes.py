@@ -90,7 +90,8 @@ def isolated(
         while todo or running:
             while todo and len(running) < most and time.time() < until:
                 give(*start())
-            ended = wait(list(running), timeout=max(0.0, until - time.time())) if running else []
+            # `until` may be infinite, which no system call waits for.
+            ended = wait(list(running), timeout=min(60.0, max(0.0, until - time.time()))) if running else []
             for pipe in ended:
                 process, job = running.pop(pipe)
                 try:

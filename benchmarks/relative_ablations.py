@@ -21,9 +21,13 @@ import sys
 import time
 from contextlib import contextmanager
 from pathlib import Path
+from statistics import median
 
+import rounds
 import torch
-from relative_cases import passes_of, timed_call
+from relative_cases import buffers_of, passes_of, timed_call
+
+from tilewise.bench.timing import peak_mib
 
 ABLATIONS = {
     "whole": ("t5", "shaw", "deberta", "txl"),
@@ -83,15 +87,9 @@ def results_of(call, do):
     """O and every gradient of a call."""
     from tilewise import triton
 
-    B, H, Tq, _ = call.q.shape
-    o = torch.empty(B, Tq, H, call.v.shape[3], dtype=call.q.dtype, device=call.q.device).transpose(1, 2)
-    lse = torch.empty(B, H, Tq, device=call.q.device)
-    leaves = [call.q, call.k, call.v, *call.tensors]
-    grads = [torch.empty_like(x) for x in leaves]
-    count, dtype = triton.kept(call)
-    kept = torch.empty(count, dtype=dtype, device=call.q.device) if count else None
+    o, lse, grads, kept = buffers_of(call)
     triton.forward(call, o, lse, kept)
-    triton.backward(call, do, None, o, lse, [True] * len(leaves), grads, kept)
+    triton.backward(call, do, None, o, lse, [True] * len(grads), grads, kept)
     return [o, *grads]
 
 
@@ -100,22 +98,15 @@ def peaks(call, do):
     found = []
     for run in passes_of(call, do):
         run()
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        run()
-        torch.cuda.synchronize()
-        found.append((torch.cuda.max_memory_allocated() - before) / 2**20)
+        found.append(peak_mib(run, rounds.DEVICE))
     return found
 
 
-def measure(lengths, until: float, rounds: int = 3, rep: int = 20):
-    from relative_kernels import graphed, steady
-
+def measure(lengths, until: float):
     records = []
     for N in lengths:
         for case in ("t5", "shaw", "deberta", "txl"):
-            items, facts, exact = {"forward": [], "backward": []}, {}, None
+            items, facts, exact = {"forward": {}, "backward": {}}, {}, None
             for name, cases in ABLATIONS.items():
                 if case not in cases:
                     continue
@@ -125,7 +116,7 @@ def measure(lengths, until: float, rounds: int = 3, rep: int = 20):
                 torch.manual_seed(0)
                 try:
                     with ablated(name) as options:
-                        call, do = timed_call(case, N, "cuda", **options)
+                        call, do = timed_call(case, N, rounds.DEVICE, **options)
                         first, again = results_of(call, do), results_of(call, do)
                         exact = first if exact is None else exact
                         far = max(
@@ -135,14 +126,15 @@ def measure(lengths, until: float, rounds: int = 3, rep: int = 20):
                         same = all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
                         facts[name] = (peaks(call, do), far, same)
                         for pass_, run in zip(items, passes_of(call, do), strict=True):
-                            items[pass_].append((name, graphed(run)))
+                            items[pass_][name] = rounds.graphed(lambda run=run: run)
                 except Exception as error:
                     print(f"{name} {case} N={N}: {type(error).__name__} {str(error)[-300:]}", flush=True)
                     records.append(dict(ablation=name, case=case, n=N, error=f"{type(error).__name__}: {error}"[:500]))
             for at, (pass_, runs) in enumerate(items.items()):
                 if not runs:
                     continue
-                medians, samples = steady(runs, rounds, rep)
+                samples = rounds.steady(runs, 3, 20)
+                medians = {name: median(x) for name, x in samples.items()}
                 for name, ms in medians.items():
                     peak, far, same = facts[name]
                     records.append({

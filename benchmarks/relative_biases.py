@@ -9,18 +9,14 @@ afterwards. CUDA graphs, L2 flushed, rounds interleaved with cuDNN's attention w
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
-import time
 from dataclasses import replace
-from pathlib import Path
 
+import rounds
 import torch
-from relative_ahead import precompile
-from relative_cases import timed_call
-from relative_linear import run_checks, started
-from relative_linear_checks import checks, registers
+from relative_cases import passes_of, timed_call
+from relative_linear import run_checks
+from relative_linear_checks import OTHERS, checks, registers
 
 LENGTHS = (8192, 2048, 512, 128)
 STAGES = {"QUERIES_ALONE": (3, None), "KEYS_ALONE": (3, None)}
@@ -32,15 +28,11 @@ def passes(variant: str, N: int, device: str):
     from tilewise import triton
 
     call, do = timed_call("txl", N, device)
+    if variant != "sums":
+        return passes_of(call, do, keep=False)
     (port,) = call.ports
     o = torch.empty_like(call.q)
     lse = torch.empty(call.q.shape[:3], device=device)
-    leaves = [call.q, call.k, call.v, *call.tensors]
-    if variant != "sums":
-        grads = [torch.empty_like(x) for x in leaves]
-        return (lambda: triton.forward(call, o, lse)), (
-            lambda: triton.backward(call, do, None, o, lse, [True] * len(leaves), grads)
-        )
 
     def formed():
         bare = replace(port, left=call.q + port.bias[:, None], content=None, bias=None)
@@ -63,72 +55,30 @@ def perform(variant: str, N: int) -> None:
             run()
 
 
-def run_times(record, lengths, until: float) -> int:
-    """Adds the times of every length to the record; how many of them failed or had no time left."""
-    from relative_kernels import cudnn, steady
-
-    wrong = 0
-    for N in lengths:
-        if time.time() > until:
-            wrong += 1
-            print(f"not timed: {N}", flush=True)
-            continue
-        items, memory = {"forward": [], "backward": []}, {}
-        for name, run in zip(items, cudnn(N), strict=True):
-            items[name].append(("cudnn", run))
+def run_times(record: rounds.Record, lengths: list[int]) -> None:
+    for N in record.in_time(lengths, 6.0):
+        cell = rounds.Cell(N)
         for variant, changes in VARIANTS.items():
-            try:
-                with registers(True, **changes):
-                    for name, run in zip(items, passes(variant, N, "cuda"), strict=True):
-                        if name == "backward" or variant != "kernels, 3 stages":
-                            graph, memory[variant, name] = started(run, True)
-                            items[name].append((variant, graph))
-            except Exception as error:
-                wrong += 1
-                print(f"{variant} N={N} failed: {type(error).__name__} {str(error)[-300:]}", flush=True)
-        for name, factor in (("forward", 4), ("backward", 10)):
-            medians, samples = steady(items[name], 3, 20)
-            for title, ms in medians.items():
-                flops = factor * max(1, 16384 // N) * 12 * N * N * 64 / 1e9
-                record.append(dict(case=title, n=N, **{"pass": name}, ms=ms, tflops=flops / ms,
-                                   ratio=medians["cudnn"] / ms, peak_mib=memory.get((title, name)), dtype="float16",
-                                   heads=12, head_dim=64, tokens=max(N, 16384), samples=samples[title]))  # fmt: skip
-            shown = (f"{title} {ms:.3f} ms {medians['cudnn'] / ms:.2f}" for title, ms in medians.items())
-            print(f"{name:8s} N={N}: {'; '.join(shown)}", flush=True)
-        items = None
-        torch.cuda.empty_cache()
-    return wrong
+            with record.attempt(f"{variant} N={N}"), registers(True, **changes):
+                for pass_, run in zip(cell.runs, passes(variant, N, rounds.DEVICE), strict=True):
+                    if pass_ == "backward" or variant != "kernels, 3 stages":
+                        cell.add(pass_, variant, run, without=OTHERS)
+        record.result["timings"] += cell.rows(3, 20)
+    print(rounds.table(record.result["timings"]), flush=True)
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", default="relative_biases.json")
-    parser.add_argument("--seconds", type=float, default=55.0)
-    parser.add_argument("--compile-seconds", type=float, default=25.0)
+    parser = rounds.parser_of(__doc__, "relative_biases.json", 55.0, 25.0)
     parser.add_argument("--lengths", default=",".join(map(str, LENGTHS)))
-    parser.add_argument("--only-compile", action="store_true", help="compile everything for sm_90 and stop (no GPU)")
     arguments = parser.parse_args()
-    start = time.time()
-    lengths, wanted = [int(n) for n in arguments.lengths.split(",")], checks(("txl",))
+    lengths, wanted = rounds.whole_numbers(arguments.lengths), checks(("txl",))
+    record = rounds.Record(arguments, timings=[])
     jobs = [("biases", variant, N) for N in lengths for variant in VARIANTS]
-    jobs += [("linear", "check", *one) for one in wanted]
-    failed = precompile(jobs, arguments.compile_seconds)
-    if arguments.only_compile:
-        sys.exit(1 if failed else 0)
-    import triton
-
-    result = dict(torch=torch.__version__, triton=triton.__version__, cuda=torch.version.cuda,
-                  time=time.strftime("%Y-%m-%d"), checks=[], timings=[])  # fmt: skip
-    wrong = 1
-    try:
-        wrong = run_checks(result["checks"], wanted, start + 0.7 * arguments.seconds)
-        result["gpu"] = torch.cuda.get_device_properties(0).name
-        wrong += run_times(result["timings"], lengths, start + arguments.seconds - 6.0)
-        print(f"{sum(c['ok'] for c in result['checks'])} of {len(wanted)} checks within budget, "
-              f"{time.time() - start:.0f} s", flush=True)  # fmt: skip
-    finally:
-        Path(arguments.out).write_text(json.dumps(result))
-    sys.exit(1 if wrong else 0)
+    rounds.compile_jobs(arguments, jobs + [("linear", "check", *one) for one in wanted])
+    with record:
+        run_checks(record, wanted)
+        run_times(record, lengths)
+    sys.exit(record.status)
 
 
 if __name__ == "__main__":

@@ -79,7 +79,13 @@ def label(case, mask, dtype, s, dropout):
     return f"{case} {mask} {str(dtype)[6:]} {s.Tq}x{s.Tk} H{s.H}/{s.Hk} d{s.d}/{s.d_v} p{dropout}"
 
 
+def check_fields(job, device) -> dict:
+    """What a record says of a check."""
+    return dict(case=label(*job))
+
+
 def check_one(job, device):
+    """Error budgets of a check; on the meta device, only its launches."""
     from relative_checks import call_of, run, verdicts
 
     case, mask, dtype, s, dropout = job
@@ -131,19 +137,26 @@ def timed_call(
     )
 
 
-def passes_of(call, do):
-    """(forward, backward) closures over fixed buffers."""
+def buffers_of(call, keep: bool = True):
+    """(o, lse, gradients, what the forward keeps for the backward or None) of a call, not yet filled."""
     from tilewise import triton
 
     B, H, Tq, _ = call.q.shape
     o = torch.empty(B, Tq, H, call.v.shape[3], dtype=call.q.dtype, device=call.q.device).transpose(1, 2)
     lse = torch.empty(B, H, Tq, device=call.q.device)
-    leaves = [call.q, call.k, call.v, *call.tensors]
-    grads = [torch.empty_like(x) for x in leaves]
+    grads = [torch.empty_like(x) for x in (call.q, call.k, call.v, *call.tensors)]
     count, dtype = triton.kept(call)
-    kept = torch.empty(count, dtype=dtype, device=call.q.device) if count else None
+    kept = torch.empty(count, dtype=dtype, device=call.q.device) if keep and count else None
+    return o, lse, grads, kept
+
+
+def passes_of(call, do, keep: bool = True):
+    """(forward, backward) closures over fixed buffers."""
+    from tilewise import triton
+
+    o, lse, grads, kept = buffers_of(call, keep)
     return (lambda: triton.forward(call, o, lse, kept)), (
-        lambda: triton.backward(call, do, None, o, lse, [True] * len(leaves), grads, kept)
+        lambda: triton.backward(call, do, None, o, lse, [True] * len(grads), grads, kept)
     )
 
 

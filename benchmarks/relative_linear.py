@@ -13,17 +13,13 @@ The whole run stops itself after --seconds.
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
-import time
-from pathlib import Path
 
+import rounds
 import torch
-from processes import isolated
-from relative_ahead import precompile
 from relative_cases import label, passes_of, timed_call
-from relative_linear_checks import OTHERS, check, checks, recorded, registers
+from relative_linear_checks import OTHERS, check, checks, registers
+from relative_tiles import kernel_times
 
 LENGTHS = (8192, 4096, 2048, 512, 128)
 DEFAULT = ("banded", "txl", "times")
@@ -71,18 +67,7 @@ def timed(case: str, N: int, device: str, new: bool, d: int = 64):
     """
     options = {} if new or case == "txl" or N <= 128 else {"projections": "recompute"}
     with registers(new):
-        call, do = timed_call(case, N, device, d=d, **options)
-        forward, backward = passes_of(call, do)
-    if new:
-        from tilewise import triton
-
-        o = torch.empty_like(call.q)
-        lse = torch.empty(call.q.shape[:3], device=device)
-        leaves = [call.q, call.k, call.v, *call.tensors]
-        grads = [torch.empty_like(x) for x in leaves]
-        forward = lambda: triton.forward(call, o, lse)  # noqa: E731
-        backward = lambda: triton.backward(call, do, None, o, lse, [True] * len(leaves), grads)  # noqa: E731
-    return forward, backward
+        return passes_of(*timed_call(case, N, device, d=d, **options), keep=not new)
 
 
 def perform(kind: str, *rest) -> None:
@@ -95,141 +80,70 @@ def perform(kind: str, *rest) -> None:
             run()
 
 
-def run_checks(record, wanted, until: float) -> int:
-    """Eight processes: after an illegal instruction all later checks of its process would fail, so it takes none."""
-    wrong = 0
-    jobs = [(job, "cuda", *rest) for job, *rest in wanted]
-    for (job, _, backward, variant), budgets, error in isolated(check, jobs, until, 8):
-        name = label(*job, 0.0) + ("" if backward else " forward") + (f" {variant}" if variant else "")
-        if error is None:
-            bad = [b for b in budgets if not b.ok]
-            record.append(dict(case=name, ok=not bad, budgets=[vars(b) for b in budgets]))
-            shown = bad or [max(budgets, key=lambda b: b.error / max(b.allowed, 1e-30))]
-            text = "; ".join(f"{b.name} {b.error:.1e}/{b.allowed:.1e} rel {b.relative:.0e}" for b in shown)
-        else:
-            bad, text = True, error[-400:]
-            record.append(dict(case=name, ok=False, error=error))
-        wrong += bool(bad)
-        print("BAD" if bad else "ok ", name, text, flush=True)
-    return wrong
+def check_fields(job, device: str, backward: bool, forced: str) -> dict:
+    return dict(case=label(*job, 0.0) + ("" if backward else " forward") + (f" {forced}" if forced else ""))
 
 
-def started(run, new: bool):
-    """(a CUDA graph of the pass, its peak MiB beside inputs and results); raises where a new pass ran other kernels."""
-    from relative_kernels import graphed
-
-    with recorded() as names:
-        run()
-    if new and (others := names & OTHERS):
-        raise AssertionError(f"other kernels ran: {sorted(others)}")
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    run()
-    torch.cuda.synchronize()
-    return graphed(run), (torch.cuda.max_memory_allocated() - before) / 2**20
+def run_checks(record: rounds.Record, wanted: list) -> None:
+    jobs = [(job, rounds.DEVICE, *rest) for job, *rest in wanted]
+    record.check(check, jobs, record.until(0.7), check_fields)
 
 
-def run_times(record, cells, until: float) -> int:
-    """Times of every (length, width); how many of them failed or had no time left."""
-    from relative_kernels import cudnn, steady
-
-    wrong = 0
-    for N, d in cells:
-        if time.time() > until:
-            wrong += 1
-            print(f"not timed: {N} at width {d}", flush=True)
-            continue
-        items, memory = {"forward": [], "backward": []}, {}
-        for name, run in zip(items, cudnn(N, d=d), strict=True):
-            items[name].append(("cudnn" if d == 64 else f"cudnn d{d}", run))
+def run_times(record: rounds.Record, cells: list[tuple[int, int]]) -> None:
+    """Times of every (length, width)."""
+    for N, d in record.in_time(cells, 12.0):
+        cell = rounds.Cell(N, d, base="cudnn" if d == 64 else f"cudnn d{d}")
         for case, new, variant in plan(N, d):
             title = label_of(case, new, variant, d)
-            try:
-                runs = timed(case, N, "cuda", new, d)
+            with record.attempt(f"{title} N={N}"):
+                runs = timed(case, N, rounds.DEVICE, new, d)
                 with registers(new, **VARIANTS[variant]):
-                    for name, run in zip(items, runs, strict=True):
-                        if name == "backward" or variant in ("as committed", "wide"):
-                            graph, memory[title, name] = started(run, new)
-                            items[name].append((title, graph))
-            except Exception as error:
-                wrong += 1
-                print(f"{title} N={N} failed: {type(error).__name__} {str(error)[-300:]}", flush=True)
-        for name, factor in (("forward", 4), ("backward", 10)):
-            medians, samples = steady(items[name], 3, 20)
-            base = next(iter(medians.values()))
-            for title, ms in medians.items():
-                flops = factor * max(1, 16384 // N) * 12 * N * N * d / 1e9
-                record.append(dict(case=title, n=N, **{"pass": name}, ms=ms, tflops=flops / ms, ratio=base / ms,
-                                   peak_mib=memory.get((title, name)), dtype="float16", heads=12, head_dim=d,
-                                   tokens=max(N, 16384), samples=samples[title]))  # fmt: skip
-        items = None
-        torch.cuda.empty_cache()
-    for name in ("forward", "backward"):
-        print(f"\n{name}: ratio to cuDNN without a term (ms, peak MiB)", flush=True)
-        for title in dict.fromkeys(r["case"] for r in record if r["pass"] == name):
-            rows = [r for r in record if r["pass"] == name and r["case"] == title]
-            text = "  ".join(f"{r['n']}: {r['ratio']:.2f} ({r['ms']:.3f}, {r['peak_mib'] or 0:.0f})" for r in rows)
-            print(f"  {title:32s} {text}", flush=True)
-    return wrong
+                    for pass_, run in zip(cell.runs, runs, strict=True):
+                        if pass_ == "backward" or variant in ("as committed", "wide"):
+                            cell.add(pass_, title, run, without=OTHERS if new else ())
+        record.result["timings"] += cell.rows(3, 20)
+    print(rounds.table(record.result["timings"]), flush=True)
 
 
-def run_profile(record, N: int) -> None:
+def run_profile(record: rounds.Record) -> None:
     """Microseconds of each kernel of the backward."""
-    from relative_tiles import kernel_times
-
-    for case, new, variant in PROFILED:
-        with registers(new, **VARIANTS[variant]):
-            forward, backward = timed(case, N, "cuda", new)
-            forward()
-            times = kernel_times(backward)
+    jobs = [(N, *one) for N in (8192, 2048) for one in PROFILED]
+    for N, case, new, variant in record.in_time(jobs, 3.0):
         title = label_of(case, new, variant, 64)
-        record.append(dict(case=title, n=N, **{"pass": "backward"}, us=times))
-        text = ", ".join(f"{k[:24]} {t:.0f}" for k, t in sorted(times.items(), key=lambda a: -a[1]) if t > 1)
-        print(f"us {title} N={N}: {text}", flush=True)
+        with record.attempt(f"{title} N={N}"):
+            with registers(new, **VARIANTS[variant]):
+                forward, backward = timed(case, N, rounds.DEVICE, new)
+                forward()
+                times = kernel_times(backward)
+            record.result["profile"].append(dict(case=title, n=N, **{"pass": "backward"}, us=times))
+            text = ", ".join(f"{k[:24]} {t:.0f}" for k, t in sorted(times.items(), key=lambda a: -a[1]) if t > 1)
+            print(f"us {title} N={N}: {text}", flush=True)
         torch.cuda.empty_cache()
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", default="relative_linear.json")
+    parser = rounds.parser_of(__doc__, "relative_linear.json", 110.0, 55.0)
     parser.add_argument("--only", default=",".join(DEFAULT), help=f"of {', '.join(GROUPS)}")
-    parser.add_argument("--seconds", type=float, default=110.0, help="of everything; no length is begun near its end")
-    parser.add_argument("--compile-seconds", type=float, default=55.0)
     parser.add_argument("--lengths", default=",".join(map(str, LENGTHS)))
-    parser.add_argument("--only-compile", action="store_true", help="compile everything for sm_90 and stop (no GPU)")
     arguments = parser.parse_args()
-    start = time.time()
     only = arguments.only.split(",")
     if unknown := set(only) - set(GROUPS):
         parser.error(f"--only has {sorted(unknown)}; expected some of {', '.join(GROUPS)}")
-    lengths = [int(n) for n in arguments.lengths.split(",")] if "times" in only else []
+    record = rounds.Record(arguments, timings=[], profile=[])
     wanted = checks(only)
-    cells = [(n, 64) for n in lengths] + ([(8192, 128), (2048, 128)] if "wide" in only else [])
+    cells = [(N, 64) for N in rounds.whole_numbers(arguments.lengths)] if "times" in only else []
+    cells += [(8192, 128), (2048, 128)] if "wide" in only else []
     jobs = [("linear", "time", N, d, *one) for N, d in sorted(cells, reverse=True) for one in plan(N, d)]
     jobs += [("linear", "check", *one) for one in wanted]
     if "profile" in only:
         jobs += [("linear", "time", N, 64, *one) for N in (8192, 2048) for one in PROFILED]
-    failed = precompile(jobs, arguments.compile_seconds)
-    if arguments.only_compile:
-        sys.exit(1 if failed else 0)
-    import triton
-
-    result = dict(torch=torch.__version__, triton=triton.__version__, cuda=torch.version.cuda,
-                  time=time.strftime("%Y-%m-%d"), checks=[], timings=[], profile=[])  # fmt: skip
-    wrong = 1
-    try:
-        wrong = run_checks(result["checks"], wanted, start + 0.7 * arguments.seconds)
-        result["gpu"] = torch.cuda.get_device_properties(0).name
-        wrong += run_times(result["timings"], cells, start + arguments.seconds - 12.0)
+    rounds.compile_jobs(arguments, jobs)
+    with record:
+        run_checks(record, wanted)
+        run_times(record, cells)
         if "profile" in only:
-            for N in (8192, 2048):
-                run_profile(result["profile"], N)
-        print(f"{sum(c['ok'] for c in result['checks'])} of {len(wanted)} checks within budget, "
-              f"{time.time() - start:.0f} s", flush=True)  # fmt: skip
-    finally:
-        Path(arguments.out).write_text(json.dumps(result))
-    sys.exit(1 if wrong else 0)
+            run_profile(record)
+    sys.exit(record.status)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 
 import torch
 from relative_cases import BRAIN, HALF, sizes, timed_call
+from rounds import recorded
 
 BANDED = [
     ("shaw", "none", HALF, sizes(1100)),
@@ -91,24 +92,6 @@ def registers(on: bool, **variant):
             setattr(module, name, value)
 
 
-@contextmanager
-def recorded():
-    """The names of the kernels that are launched inside."""
-    from tilewise.triton.launch import launcher
-
-    names, below = set(), launcher[-1]
-
-    def note(kernel, grid, *args, **meta):
-        names.add(kernel.__name__)
-        below(kernel, grid, *args, **meta)
-
-    launcher.append(note)
-    try:
-        yield names
-    finally:
-        launcher.pop()
-
-
 def call_for(job, device):
     """The call of a check; its forward keeps no projection, so that both passes may take these kernels."""
     from relative_checks import call_of
@@ -168,8 +151,6 @@ def check(job, device, backward: bool, forced: str = ""):
             error_budget("o", o, low_o, exact_o),
             error_budget("lse", flat(lse).to(dtype), flat(low_lse).to(dtype), flat(exact_lse)),
         ]
-    # What the dense references held would be missed by the other processes.
-    torch.cuda.empty_cache()
     return budgets
 
 

@@ -8,15 +8,11 @@ queries at every length, `low` 64. CUDA graphs, L2 flushed, rounds interleaved w
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
-import time
-from pathlib import Path
 
-import torch
-from relative_ahead import precompile
-from relative_cases import CHECKS, passes_of, timed_call
+import rounds
+from relative_cases import CHECKS, check_fields, check_one, passes_of, timed_call
+from relative_tiles import kernel_times
 
 LENGTHS = (8192, 2048, 512)
 SHAPES = {"tall": (128, 64, 4, 3, 2), "low": (64, 64, 4, 3, 2)}
@@ -36,63 +32,31 @@ def backward_of(name: str, N: int, device: str):
     return backward
 
 
-def run_times(result, lengths, until: float) -> int:
-    """Adds the times of every length to the result; how many lengths had no time left."""
-    from relative_kernels import cudnn, graphed, steady
-    from relative_tiles import kernel_times
-
-    wrong = 0
-    for N in lengths:
-        if time.time() > until:
-            wrong += 1
-            print(f"not timed: {N}", flush=True)
-            continue
-        items = [("cudnn", cudnn(N)[1])]
+def run_times(record: rounds.Record, lengths) -> None:
+    for N in record.in_time(lengths, 5.0):
+        cell = rounds.Cell(N, passes=("backward",))
         for name in (*SHAPES, "none"):
-            run = backward_of(name, N, "cuda")
-            us = kernel_times(run)
-            result["profile"].append(dict(case=name, n=N, us=us))
-            print(f"{name} N={N}: {', '.join(f'{k[:24]} {t:.1f}' for k, t in us.items())}", flush=True)
-            items.append((name, graphed(run)))
-        medians, samples = steady(items, 5, 20)
-        for name, ms in medians.items():
-            row = dict(case=name, n=N, ms=ms, ratio=medians["cudnn"] / ms, samples=samples[name], dtype="float16",
-                       heads=12, head_dim=64, tokens=max(N, 16384))  # fmt: skip
-            result["timings"].append({**row, "pass": "backward"})
-        shown = (f"{name} {ms:.3f} ms {medians['cudnn'] / ms:.3f}" for name, ms in medians.items())
-        print(f"backward N={N}: {'; '.join(shown)}", flush=True)
-    return wrong
+            with record.attempt(f"{name} N={N}"):
+                run = backward_of(name, N, rounds.DEVICE)
+                us = kernel_times(run)
+                record.result["profile"].append(dict(case=name, n=N, us=us))
+                print(f"{name} N={N}: {', '.join(f'{k[:24]} {t:.1f}' for k, t in us.items())}", flush=True)
+                cell.add("backward", name, run)
+        record.result["timings"] += cell.rows(5, 20)
+    print(rounds.table(record.result["timings"]), flush=True)
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", default="relative_scalars.json")
-    parser.add_argument("--seconds", type=float, default=55.0)
-    parser.add_argument("--compile-seconds", type=float, default=30.0)
-    parser.add_argument("--only-compile", action="store_true", help="compile everything for sm_90 and stop (no GPU)")
-    arguments = parser.parse_args()
-    start = time.time()
+    arguments = rounds.parser_of(__doc__, "relative_scalars.json", 55.0, 30.0).parse_args()
+    record = rounds.Record(arguments, profile=[], timings=[])
     wanted = [n for n, check in enumerate(CHECKS) if check[0] in SCALAR]
     jobs = [("scalars", name, N) for N in LENGTHS for name in (*SHAPES, "none")]
-    failed = precompile(jobs + [("check", n) for n in wanted], arguments.compile_seconds)
-    if arguments.only_compile:
-        sys.exit(1 if failed else 0)
-    import triton
-    from relative_check import run_checks
-
-    result = dict(torch=torch.__version__, triton=triton.__version__, cuda=torch.version.cuda,
-                  time=time.strftime("%Y-%m-%d"), checks=[], profile=[], timings=[])  # fmt: skip
-    wrong = 1
-    try:
-        result["checks"] = run_checks(wanted, start + 0.75 * arguments.seconds)
-        wrong = sum(not c["ok"] for c in result["checks"])
-        result["gpu"] = torch.cuda.get_device_properties(0).name
-        wrong += run_times(result, LENGTHS, start + arguments.seconds - 5.0)
-        print(f"{sum(c['ok'] for c in result['checks'])} of {len(wanted)} checks within budget, "
-              f"{time.time() - start:.0f} s", flush=True)  # fmt: skip
-    finally:
-        Path(arguments.out).write_text(json.dumps(result))
-    sys.exit(1 if wrong else 0)
+    rounds.compile_jobs(arguments, jobs + [("check", n) for n in wanted])
+    with record:
+        checks = [(CHECKS[n], rounds.DEVICE) for n in wanted]
+        record.check(check_one, checks, record.until(0.75), check_fields)
+        run_times(record, LENGTHS)
+    sys.exit(record.status)
 
 
 if __name__ == "__main__":

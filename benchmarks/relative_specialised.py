@@ -6,20 +6,18 @@
 A barrier in the wrong place makes a kernel wait for ever, so checks and times run in processes of their own that end
 themselves after some seconds; a shape whose first check fails or does not end gets no others and no times. CUDA graphs,
 L2 flushed, rounds interleaved with cuDNN's attention without a term under the same mask; 12 heads, 16,384 tokens, fp16.
+The seconds are counted from the end of compiling on.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import signal
 import sys
 import time
-from pathlib import Path
 
+import rounds
 import torch
 from processes import isolated
-from relative_ahead import precompile
 from relative_cases import BRAIN, HALF, sizes, timed_call
 
 SHAPES = {
@@ -85,7 +83,7 @@ def checked_call(width: int, n: int, device: str):
     return call_of(case, sizes(d=width, **fields), mask, dtype, device)
 
 
-def check(width: int, name: str, n: int, device: str = "cuda") -> list[dict]:
+def check(width: int, name: str, n: int, device: str) -> list:
     """The budgets of O and lse, in a process that ends itself; raises where something is wrong."""
     from tilewise.reference import attention_reference
     from tilewise.terms import Port
@@ -112,25 +110,21 @@ def check(width: int, name: str, n: int, device: str = "cuda") -> list[dict]:
     flat = lambda x: x.masked_fill(~seen, 0.0).to(call.q.dtype)  # noqa: E731
     budgets = [error_budget("o", o, low_o, exact_o),
                error_budget("lse", flat(lse), flat(low_lse), exact_lse.masked_fill(~seen, 0.0))]  # fmt: skip
-    torch.cuda.empty_cache()
     ends_itself(0)
-    return [vars(b) | {"ok": b.ok} for b in budgets]
+    return budgets
 
 
-def timed(case: str, width: int, N: int, causal: bool, names: list[str]) -> tuple[dict, dict]:
-    """Medians and samples of cuDNN, of the forward that may be replaced ("overlapped") and of the shapes, ms."""
-    from relative_kernels import cudnn, graphed, steady
-
+def timed(case: str, width: int, N: int, causal: bool, names: list[str], device: str) -> list[dict]:
+    """Rows of cuDNN, of the forward that may be replaced ("overlapped") and of the shapes."""
     ends_itself(CELL_SECONDS)
-    items = [("cudnn", cudnn(N, d=width, causal=causal)[0])]
-    call = timed_cell(case, width, N, causal, "cuda")
+    cell = rounds.Cell(N, width, causal=causal, passes=("forward",))
+    call = timed_cell(case, width, N, causal, device)
     for name in ("overlapped", *names):
         print(f"{case} d={width} N={N} causal={causal}: {name}", flush=True)
-        items.append((name, graphed(forward_of(call, *outputs_of(call), SHAPES[width].get(name)))))
-        torch.cuda.synchronize()
-    found = steady(items, 4, 12)
+        cell.add("forward", name, forward_of(call, *outputs_of(call), SHAPES[width].get(name)))
+    rows = [row | dict(case=case, system=row["case"], causal=causal) for row in cell.rows(4, 12)]
     ends_itself(0)
-    return found
+    return rows
 
 
 def timed_cell(case: str, width: int, N: int, causal: bool, device: str):
@@ -161,78 +155,51 @@ def plan_checks() -> tuple[list[tuple], list[tuple]]:
     return [(width, name, 0) for width, name in every], others
 
 
-def run_checks(until: float) -> list[dict]:
-    """Records of all checks; shapes whose first check fails are left out of the others."""
-    records = []
+def check_fields(width: int, name: str, n: int, device: str) -> dict:
+    case, mask, dtype, fields = CHECKS[n]
+    return dict(width=width, shape=name, case=f"{case} {mask} {str(dtype)[6:]} {fields}")
+
+
+def run_checks(record: rounds.Record) -> set[tuple[int, str]]:
+    """(width, name) of the shapes without a failure; those whose first check fails are left out of the others."""
 
     def run(jobs, until):
-        for (width, name, n), budgets, why in isolated(check, jobs, until, 8):
-            ok = why is None and all(b["ok"] for b in budgets)
-            case, mask, dtype, fields = CHECKS[n]
-            label = f"{case} {mask} {str(dtype)[6:]} {fields}"
-            records.append(dict(width=width, shape=name, case=label, ok=ok, budgets=budgets, error=why))
-            print(f"{'ok ' if ok else 'BAD'} d={width} {name}: {label} {'' if ok else why or budgets}", flush=True)
+        return record.check(check, [(*job, rounds.DEVICE) for job in jobs], until, check_fields)
+
+    def failed(records):
+        return {(r["width"], r["shape"]) for r in records if not r["ok"]}
 
     first, others = plan_checks()
-    run(first, min(until, time.time() + CHECK_SECONDS + 10))
-    good = {(r["width"], r["shape"]) for r in records if r["ok"]}
-    run([job for job in others if job[:2] in good], until)
-    return records
+    until = record.until(0.5)
+    bad = failed(run(first, min(until, time.time() + CHECK_SECONDS + 10)))
+    bad |= failed(run([job for job in others if job[:2] not in bad], until))
+    return {job[:2] for job in first} - bad
 
 
-def run_times(result: dict, good: set, until: float) -> int:
-    """Adds the times of every cell to the result; how many cells failed or had no time left."""
-    jobs = [(*cell, [n for n in names_of(cell[1], cell[3]) if (cell[1], n) in good]) for cell in CELLS]
-    wrong = 0
-    for (case, width, N, causal, _), found, why in isolated(timed, jobs, until, 1):
-        cell = f"{case} d={width} N={N}{' causal' if causal else ''}"
+def run_times(record: rounds.Record, good: set[tuple[int, str]]) -> None:
+    """Times of the shapes that are right, a cell after the other, each in a process."""
+    jobs = [(*cell, [n for n in names_of(cell[1], cell[3]) if (cell[1], n) in good], rounds.DEVICE) for cell in CELLS]
+    for job, rows, why in isolated(timed, jobs, record.until(1.0), 1):
         if why is not None:
-            wrong += 1
-            print(f"{cell}: {why}", flush=True)
+            record.fail(f"{job[:4]} failed: {why}")
             continue
-        medians, samples = found
-        for name, ms in medians.items():
-            ratio = medians["cudnn"] / ms
-            row = dict(case=case, head_dim=width, n=N, causal=causal, system=name, ms=ms, ratio=ratio)
-            result["timings"].append({**row, "samples": samples[name], "heads": 12, "tokens": 16384})
-        shown = (f"{name} {ms:.3f} ms {medians['cudnn'] / ms:.3f}" for name, ms in medians.items())
-        print(f"{cell}: {'; '.join(shown)}", flush=True)
-    return wrong
+        record.result["timings"] += rows
+    title = lambda row: f"{row['case']} d{row['head_dim']} {row['system']}{' causal' if row['causal'] else ''}"  # noqa: E731
+    print(rounds.table(record.result["timings"], title), flush=True)
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", default="relative_specialised.json")
-    parser.add_argument("--seconds", type=float, default=60.0)
-    parser.add_argument("--compile-seconds", type=float, default=40.0)
-    parser.add_argument("--only-compile", action="store_true", help="compile everything for sm_90 and stop (no GPU)")
+    parser = rounds.parser_of(__doc__, "relative_specialised.json", 60.0, 40.0)
     arguments = parser.parse_args()
     first, others = plan_checks()
     jobs = [("specialised", "check", *job) for job in first + others]
     jobs += [("specialised", "time", *cell, name) for cell in CELLS
              for name in ("overlapped", *names_of(cell[1], cell[3]))]  # fmt: skip
-    failed = precompile(jobs, arguments.compile_seconds)
-    if arguments.only_compile:
-        sys.exit(1 if failed else 0)
-    import triton
-
-    start = time.time()
-    result = dict(torch=torch.__version__, triton=triton.__version__, cuda=torch.version.cuda,
-                  shapes={str(width): shapes for width, shapes in SHAPES.items()},
-                  time=time.strftime("%Y-%m-%d"), checks=[], timings=[])  # fmt: skip
-    wrong = 1
-    try:
-        result["checks"] = run_checks(start + 0.5 * arguments.seconds)
-        bad = {(r["width"], r["shape"]) for r in result["checks"] if not r["ok"]}
-        good = {(r["width"], r["shape"]) for r in result["checks"]} - bad
-        missing = len(first) + len(others) - len(result["checks"])
-        wrong = len(bad) + missing + run_times(result, good, start + arguments.seconds)
-        result["gpu"] = torch.cuda.get_device_properties(0).name
-        right = sum(r["ok"] for r in result["checks"])
-        print(f"{right} of {len(first) + len(others)} checks within budget, {time.time() - start:.0f} s", flush=True)
-    finally:
-        Path(arguments.out).write_text(json.dumps(result))
-    sys.exit(1 if wrong else 0)
+    rounds.compile_jobs(arguments, jobs)
+    record = rounds.Record(arguments, shapes={str(width): shapes for width, shapes in SHAPES.items()}, timings=[])
+    with record:
+        run_times(record, run_checks(record))
+    sys.exit(record.status)
 
 
 if __name__ == "__main__":

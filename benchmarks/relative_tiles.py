@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import rounds
 import torch
 from relative_cases import MECHANISMS, passes_of, timed_call
 
@@ -66,18 +67,16 @@ def kernel_times(run, repeats: int = 3):
     return {e.key: e.self_device_time_total / repeats for e in p.key_averages() if e.self_device_time_total > 0}
 
 
-def tune(lengths, only):
-    rows = []
+def tune(record: rounds.Record, lengths: list[int], only: list[str]) -> None:
+    """Microseconds of each kernel with each shape."""
+    rows = record.result["tuned"]
     for N in lengths:
-        for what, case, shape in variants(only):
-            try:
+        for what, case, shape in record.in_time(variants(only), 0.0):
+            with record.attempt(f"tune {what} {case} {shape} N={N}"):
                 with replaced(what, shape):
-                    times = kernel_times(run_variant(what, case, N, "cuda"))
-            except Exception as error:
-                print(f"tune {what} {case} {shape} N={N}: {type(error).__name__} {str(error)[-150:]}", flush=True)
-                continue
-            us = {k: times[k] for k in KERNELS[what] if k in times}
-            rows.append(dict(n=N, what=what, case=case, shape=shape, us=us))
+                    times = kernel_times(run_variant(what, case, N, rounds.DEVICE))
+                us = {k: times[k] for k in KERNELS[what] if k in times}
+                rows.append(dict(n=N, what=what, case=case, shape=shape, us=us))
         for what, cases in VARIANTS.items():
             for case in cases:
                 mine = [r for r in rows if (r["n"], r["what"], r["case"]) == (N, what, case)]
@@ -85,4 +84,3 @@ def tune(lengths, only):
                     shown = (f"{r['shape']}: {'+'.join(f'{t:.0f}' for t in r['us'].values())}" for r in mine)
                     text = "; ".join(shown)
                     print(f"tune {what} {case} N={N}: {text}", flush=True)
-    return rows

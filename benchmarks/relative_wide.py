@@ -7,16 +7,12 @@ Tiles of 128 rows are checked under masks and bands that cut them; one kernel's 
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
-import time
 from contextlib import contextmanager
-from pathlib import Path
 
-import torch
-from relative_ahead import precompile
-from relative_cases import HALF, check_one, label, passes_of, timed_call
+import rounds
+from relative_cases import BRAIN, HALF, check_fields, check_one, passes_of, sizes, timed_call
+from relative_tiles import kernel_times
 
 D = 128
 LENGTHS = (8192, 2048)
@@ -32,15 +28,12 @@ TRIED = [
 
 KERNELS = {"keys": "grad_key", "queries": "grad_query"}
 
-
-def checks():
-    from tilewise.testing import Sizes
-
-    s = lambda Tq, Tk=None, Hk=4: Sizes(2, 4, Hk, Tq, Tk or Tq, D, D, None, published=True)  # noqa: E731
-    jobs = [("none", "none", HALF, s(1100)), ("t5", "none", HALF, s(1088)), ("t5", "lengths", HALF, s(1030)),
-            ("t5", "causal", HALF, s(1100)), ("t5", "packed", HALF, s(1100)), ("t5", "window", HALF, s(1100, Hk=2)),
-            ("t5", "none", HALF, s(700, 1500)), ("wavlm", "none", torch.bfloat16, s(1100))]  # fmt: skip
-    return [(*job, 0.0) for job in jobs]
+CHECKS = [
+    ("none", "none", HALF, sizes(1100, d=D), 0.0), ("t5", "none", HALF, sizes(1088, d=D), 0.0),
+    *(("t5", mask, HALF, sizes(N, d=D), 0.0) for mask, N in (("lengths", 1030), ("causal", 1100), ("packed", 1100))),
+    ("t5", "window", HALF, sizes(1100, Hk=2, d=D), 0.0), ("t5", "none", HALF, sizes(700, 1500, d=D), 0.0),
+    ("wavlm", "none", BRAIN, sizes(1100, d=D), 0.0),
+]  # fmt: skip
 
 
 @contextmanager
@@ -54,6 +47,12 @@ def tiles(**shapes):
         yield
     finally:
         config.WIDE.update(before)
+
+
+def check(n: int, device: str):
+    """Error budgets of a check with the tall tiles; on the meta device, only its launches."""
+    with tiles(**TALL):
+        return check_one(CHECKS[n], device)
 
 
 def timed():
@@ -77,48 +76,31 @@ def backward_of(what: str, case: str, shape: tuple[int, ...], N: int, device: st
 def perform(kind: str, *rest) -> None:
     """Everything that a check or a time will launch, on meta tensors, for :func:`relative_ahead.perform`."""
     if kind == "check":
-        with tiles(**TALL):
-            check_one(checks()[rest[0]], "meta")
+        check(*rest, "meta")
     else:
         backward_of(*rest, "meta")()
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", default="relative_wide.json")
-    parser.add_argument("--seconds", type=float, default=75.0)
-    parser.add_argument("--compile-seconds", type=float, default=35.0)
-    arguments = parser.parse_args()
-    until = time.time() + arguments.seconds - 3.0
-    jobs = [("wide", "time", *job) for job in timed()] + [("wide", "check", n) for n in range(len(checks()))]
-    precompile(jobs, arguments.compile_seconds)
-    import triton
-    from relative_tiles import kernel_times
-
-    result = dict(gpu=torch.cuda.get_device_properties(0).name, torch=torch.__version__, triton=triton.__version__,
-                  time=time.strftime("%Y-%m-%d"), checks=[], times=[])  # fmt: skip
-    wrong = 0
-    try:
-        for check in checks():
-            with tiles(**TALL):
-                budgets = check_one(check, "cuda")
-            bad = [b for b in budgets if not b.ok]
-            wrong += bool(bad)
-            result["checks"].append(dict(case=label(*check), ok=not bad, budgets=[vars(b) for b in budgets]))
-            print("BAD" if bad else "ok ", label(*check), *(f"{b.name} {b.error:.1e}" for b in bad), flush=True)
-        for what, case, shape, N in timed():
-            if time.time() > until:
-                wrong += 1
-                print(f"not timed: {what} {case} {shape} {N}", flush=True)
-                continue
-            us = kernel_times(backward_of(what, case, shape, N, "cuda"))
+def run_times(record: rounds.Record) -> None:
+    for what, case, shape, N in record.in_time(timed(), 3.0):
+        with record.attempt(f"{what} {case} {shape} N={N}"):
+            us = kernel_times(backward_of(what, case, shape, N, rounds.DEVICE))
             # Transformer-XL has kernels of its own at some widths: then the tile does not show.
             own = us.get(KERNELS[what])
-            result["times"].append(dict(what=what, case=case, n=N, shape=shape, us=us))
+            record.result["times"].append(dict(what=what, case=case, n=N, shape=shape, us=us))
             print(f"{what} {case} N={N} {shape}: {'-' if own is None else f'{own:.0f} us'}", flush=True)
-    finally:
-        Path(arguments.out).write_text(json.dumps(result))
-    sys.exit(1 if wrong else 0)
+
+
+def main():
+    arguments = rounds.parser_of(__doc__, "relative_wide.json", 75.0, 35.0).parse_args()
+    record = rounds.Record(arguments, times=[])
+    jobs = [("wide", "time", *job) for job in timed()] + [("wide", "check", n) for n in range(len(CHECKS))]
+    rounds.compile_jobs(arguments, jobs)
+    with record:
+        checks = [(n, rounds.DEVICE) for n in range(len(CHECKS))]
+        record.check(check, checks, record.until(0.7), lambda n, device: check_fields(CHECKS[n], device))
+        run_times(record)
+    sys.exit(record.status)
 
 
 if __name__ == "__main__":

@@ -161,7 +161,7 @@ def test_checks_of_the_benchmark_see_what_is_wrong(monkeypatch, wrong):
             benchmark.check(64, "2x128", 0, "cpu")
         return
     budgets = benchmark.check(64, "2x128", 0, "cpu")
-    assert [b["name"] for b in budgets if not b["ok"]] == ([wrong] if wrong else [])
+    assert [b.name for b in budgets if not b.ok] == ([wrong] if wrong else [])
     assert runs == [benchmark.SHAPES[64]["2x128"]] * 2
 
 
