@@ -203,3 +203,34 @@ def test_another_attention_implementation_makes_the_layers_transformers_again():
     for config in {id(m.config): m.config for m in (encoder, *(layer.self_attn for layer in encoder.layers))}.values():
         config._attn_implementation = "eager"
     assert torch.equal(model(**inputs()).logits, wanted)
+
+
+def copied(model):
+    return [model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
+
+
+@pytest.mark.parametrize("which", [0, 1, 2], ids=["the model", "a copy", "a pickle"])
+def test_settings_that_change_afterwards_are_heeded(which):
+    model = build("Model")
+    tilewise.patch(model)
+    model = copied(model)[which]
+    model.config.layerdrop = 1.0
+    plain = build("Model", layerdrop=1.0)
+    arguments = inputs(labels=False)
+    got, wanted = model.train()(**arguments), plain.train()(**arguments)
+    assert torch.equal(got.last_hidden_state, wanted.last_hidden_state), "layers ran that layerdrop = 1 leaves out"
+    model.eval().config.output_attentions = True
+    with pytest.raises(ValueError, match="output_attentions is True; expected False"):
+        model(**arguments)
+    assert model.encoder.config is model.encoder.layers[0].self_attn.config
+    assert model.config._attn_implementation == "eager"
+
+
+def test_a_copy_of_a_stacks_configuration_is_one_of_its_own():
+    model = build("Model")
+    tilewise.patch(model)
+    for other in (copy.copy(model.encoder.config), copy.deepcopy(model.encoder.config)):
+        other.layerdrop = 0.5
+        assert other._attn_implementation == "tilewise"
+        assert model.config.layerdrop == 0.0
+    assert model.encoder.config.to_diff_dict() == model.config.to_diff_dict()

@@ -6,7 +6,6 @@ configuration that another model could see is changed.
 
 from __future__ import annotations
 
-import copy
 import importlib
 from dataclasses import dataclass
 from functools import cache
@@ -20,6 +19,7 @@ from . import deberta, hf, t5, wav2vec2_bert
 from .family import Family
 from .hints import hint
 from .report import Patched, Report
+from .settings import shared_settings
 
 __all__ = ["PatchError", "patch", "unpatch"]
 
@@ -211,14 +211,13 @@ def _apply(model: nn.Module, matches: list[_Match], impl: str) -> None:
     """Reclass the layers, and the stacks of families that ask for it. Layers of the attention interface, and the stacks
     above them, get a configuration of their own that names this implementation: the object they had may be shared with
     other models."""
-    copies: dict[int, Any] = {}
+    own: dict[int, Any] = {}
 
     def own_config(module: nn.Module) -> Any:
         config = module.config
-        if id(config) not in copies:
-            copies[id(config)] = copy.deepcopy(config)
-            copies[id(config)]._attn_implementation = hf.IMPLEMENTATION
-        return copies[id(config)]
+        if id(config) not in own:
+            own[id(config)] = shared_settings(config, hf.IMPLEMENTATION)
+        return own[id(config)]
 
     for match in matches:
         module, stack, family = match.module, match.stack, match.family
