@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 
 from tilewise.once import current_pass, graph_wanted, once
 
-__all__ = ["Share", "Sum", "accumulators", "flattened", "shaped"]
+__all__ = ["Kept", "Passes", "Share", "Sum", "accumulators", "flattened", "shaped"]
+
+_queue_callback: Callable[[Callable], None] = torch.autograd.Variable._execution_engine.queue_callback
 
 
 def flattened(x: Tensor | None) -> Tensor | None:
@@ -21,26 +25,51 @@ def shaped(x: Tensor | None, shape: torch.Size) -> Tensor | None:
     return x if x is None or len(shape) == 2 else x.reshape(shape)
 
 
-class Sum:
-    """The flat data of a source and, during a backward pass, its accumulator.
+class Kept:
+    """What one backward pass keeps in one place, and tensors that this depends on beside autograd."""
 
-    A pass that asks for other gradients than the source's may leave one behind, which no later pass may add to.
-    """
+    __slots__ = ("__weakref__", "touched", "value")
+
+    def __init__(self) -> None:
+        self.value: Any = None
+        self.touched: list[Tensor] = []
+
+    def take(self) -> Any:
+        """The value, which is let go of here: a pass keeps its `Kept` until it ends."""
+        value, self.value = self.value, None
+        return value
+
+    def touch(self, *tensors: Tensor | None) -> None:
+        """Note what the value depends on, in a pass with create_graph: autograd sees nothing of it."""
+        self.touched += [x for x in tensors if x is not None]
+
+
+class Passes:
+    """A :class:`Kept` for each backward pass that is running: a pass may begin within another one, and share nodes."""
+
+    def __init__(self) -> None:
+        self._kept: WeakValueDictionary[int, Kept] = WeakValueDictionary()
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def here(self) -> Kept:
+        """That of the pass which runs now."""
+        now = current_pass()
+        kept = self._kept.get(now)
+        if kept is None:
+            kept = self._kept[now] = Kept()
+            # Its owner: the engine lets go of what was queued when the pass has ended, also by an error.
+            _queue_callback(lambda: kept)
+        return kept
+
+
+class Sum:
+    """The flat data of a source and, during a backward pass, its accumulator."""
 
     def __init__(self, flat: Tensor) -> None:
         self.flat = flat
-        self.accumulator: Tensor | None = None
-        self.owner = -1
-        self.touched: list[Tensor] = []
-
-    def renew(self) -> None:
-        """Drop what another pass has left."""
-        if self.owner != (now := current_pass()):
-            self.accumulator, self.owner, self.touched = None, now, []
-
-    def touch(self, *tensors: Tensor | None) -> None:
-        """Note what the accumulator depends on, in a pass with create_graph: autograd sees nothing of it."""
-        self.touched += [x for x in tensors if x is not None]
+        self.passes = Passes()
 
 
 class Share(torch.autograd.Function):
@@ -58,10 +87,10 @@ class Share(torch.autograd.Function):
     @once
     def backward(ctx, grad):
         (value,) = ctx.saved_tensors
-        ctx.shared.renew()
+        kept = ctx.shared.passes.here()
         if graph_wanted(ctx):
-            ctx.others, ctx.shared.touched = tuple(ctx.shared.touched), []
-        acc, ctx.shared.accumulator = ctx.shared.accumulator, None
+            ctx.others, kept.touched = tuple(kept.touched), []
+        acc = kept.take()
         if acc is None:
             return None, grad
         if grad is not None:
@@ -75,16 +104,15 @@ class Share(torch.autograd.Function):
 
 def accumulators(sums: Sequence[Sum]) -> tuple[list[Tensor], bool]:
     """(accumulators, fresh): fresh ones are unwritten and must be stored to, not added to."""
-    for x in sums:
-        x.renew()
-    missing = [x for x in sums if x.accumulator is None]
+    kept = [x.passes.here() for x in sums]
+    missing = [k for k in kept if k.value is None]
     fresh = len(missing) == len(sums)
     if missing:
-        flat, make = missing[0].flat, torch.empty if fresh else torch.zeros
+        flat, make = sums[0].flat, torch.empty if fresh else torch.zeros
         dtype = torch.float64 if flat.dtype == torch.float64 else torch.float32
         # Rows of one tensor reach the kernels without a table of addresses. The newest source is the first to be done:
         # its accumulator is released alone, before the backward's memory is at its peak.
         rows = make((len(missing) - 1, *flat.shape), dtype=dtype, device=flat.device).unbind(0)
-        for x, row in zip(missing, (*rows, make(flat.shape, dtype=dtype, device=flat.device)), strict=True):
-            x.accumulator = row
-    return [x.accumulator for x in sums], fresh
+        for k, row in zip(missing, (*rows, make(flat.shape, dtype=dtype, device=flat.device)), strict=True):
+            k.value = row
+    return [k.value for k in kept], fresh

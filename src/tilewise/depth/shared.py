@@ -18,11 +18,11 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from tilewise.depth.accumulators import Share, Sum, accumulators, flattened, shaped
+from tilewise.depth.accumulators import Passes, Share, Sum, accumulators, flattened, shaped
 from tilewise.depth.checks import check_matrix, check_sources, check_update, check_vector
 from tilewise.depth.ops import backend, check_call, fold, owned
 from tilewise.depth.sources import Fixed
-from tilewise.once import current_pass, graph_wanted, once
+from tilewise.once import graph_wanted, once
 
 __all__ = ["BlockReads", "SharedSource", "mix_norm_shared", "reads_of_folded"]
 
@@ -51,18 +51,21 @@ class _SharedMix(torch.autograd.Function):
     @staticmethod
     def forward(ctx, sums, eps, output_eps, run, q, w, *values):
         flat = [x.flat for x in sums]
-        ctx.save_for_backward(q, w, *flat)
+        # Flat data first, so that a change in place is named as one; the values lead to leaves, which refuse a second
+        # derivative.
+        ctx.save_for_backward(q, w, *flat, *values)
         ctx.sums, ctx.args, ctx.run = sums, (eps, output_eps), run
         return owned(run.mix_fwd(flat, None, None, q, w, eps, output_eps)[1], values[0].shape)
 
     @staticmethod
     @once
     def backward(ctx, dy):
-        q, w, *flat = ctx.saved_tensors
+        q, w, *saved = ctx.saved_tensors
         acc, fresh = accumulators(ctx.sums)
         if graph_wanted(ctx):
             for x in ctx.sums:
-                x.touch(q, w, dy)
+                x.passes.here().touch(q, w, dy, *saved)
+        flat = saved[: len(ctx.sums)]
         dy = flattened(dy)
         _, _, dq, dw = ctx.run.mix_bwd(dy, None, flat, None, q, w, *ctx.args, into=acc, fresh=fresh)
         return None, None, None, None, dq, None if w is None else dw.to(w.dtype), *([None] * len(flat))
@@ -72,6 +75,8 @@ def _shared(sources: Sequence[SharedSource]) -> list[SharedSource]:
     for j, h in enumerate(sources):
         if not isinstance(h, SharedSource):
             raise TypeError(f"sources[{j}]: found {type(h).__name__}, expected SharedSource; wrap it: SharedSource(v)")
+        if any(h is other for other in sources[:j]):
+            raise ValueError(f"sources[{j}]: found a source that stands before it already, expected each one once")
     return list(sources)
 
 
@@ -243,7 +248,7 @@ class _Block:
         # Rows as views made once, and cheap checks in `sources`: 9.8 to 9.1 ms of host time a step of 64 reads.
         self.queries, self.log_sums = self.q.unbind(0), self.lse.unbind(0)
         self.weights = [None] * self.size if w is None else self.w.unbind(0)
-        self.grad: _BlockGrad | None = None
+        self.passes = Passes()
 
     def combine(self, part: slice) -> tuple[Sequence[Tensor], Tensor]:
         """(o1, lse) of these reads; the softmax over one source is 1, so that o1 is the source itself."""
@@ -277,7 +282,6 @@ class _BlockGrad:
     def __init__(self, block: _Block) -> None:
         T, d = block.sources[0].shape
         like = block.q
-        self.owner = current_pass()
         self.do: list[Tensor | None] = [None] * block.size
         self.o1: list[Tensor | None] = [None] * block.size
         self.done: set[int] = set()
@@ -286,8 +290,8 @@ class _BlockGrad:
         self.parts = torch.empty((block.size, 2, programs, d), dtype=like.dtype, device=like.device)
         self.dlse_rows, self.part_rows = self.dlse.unbind(0), self.parts.unbind(0)
 
-    def rows(self, block: _Block, i: int) -> tuple[Tensor, Tensor]:
-        """(o1, do1) of read i; a recomputed o1 is overwritten by its gradient."""
+    def rows(self, block: _Block, i: int) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
+        """(o1, places) of read i: places of do1, dlse and parts; a recomputed o1 is overwritten by its gradient."""
         if self.do[i] is None:
             group = block.group(i)
             part = slice(group.start, group.stop)
@@ -297,7 +301,12 @@ class _BlockGrad:
                 do = torch.empty((len(group), *block.sources[0].shape), dtype=o1[0].dtype, device=o1[0].device)
             for k, row, grad in zip(group, o1, do, strict=True):
                 self.o1[k], self.do[k] = row, grad
-        return self.o1[i], self.do[i]
+        return self.o1[i], (self.do[i], self.dlse_rows[i], self.part_rows[i])
+
+    def again(self, block: _Block, i: int) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
+        """(o1, places of its own) for a read that was made more than once."""
+        o1 = block.combine(slice(i, i + 1))[0][0] if block.o1 is None else block.o1[i]
+        return o1, tuple(torch.empty_like(x) for x in self.rows(block, i)[1])
 
 
 class _Open(torch.autograd.Function):
@@ -306,27 +315,29 @@ class _Open(torch.autograd.Function):
     @staticmethod
     def forward(ctx, block, q, w, *values):
         ctx.set_materialize_grads(False)
-        # Saved so that a second derivative is refused.
-        ctx.save_for_backward(q, w)
+        # Saved so that a change in place is noticed, and a second derivative refused, by whatever leaf.
+        ctx.save_for_backward(q, w, *block.sources, *values)
         ctx.block, ctx.sources = block, len(values)
         return q.new_empty(0)
 
     @staticmethod
     @once
     def backward(ctx, _):
-        q, w = ctx.saved_tensors
+        q, w, *saved = ctx.saved_tensors
         block = ctx.block
-        grad, block.grad = block.grad, None
-        if grad is None or grad.owner != current_pass():
+        kept = block.passes.here()
+        grad = kept.take()
+        if grad is None:
             return (None,) * (3 + ctx.sources)
         for i in range(block.size):
             if i not in grad.done:
-                for x in (grad.rows(block, i)[1], grad.dlse_rows[i], grad.part_rows[i]):
+                for x in grad.rows(block, i)[1]:
                     x.zero_()
         acc, fresh = accumulators(block.sums)
         if graph_wanted(ctx):
+            ctx.others = tuple(kept.touched)
             for x in block.sums:
-                x.touch(q, w)
+                x.passes.here().touch(q, w, *saved, *kept.touched)
         _, dq = block.run.phase1_bwd(
             grad.do, grad.dlse, block.sources, block.q, block.scores, block.lse, block.rstd, into=acc, fresh=fresh
         )
@@ -342,26 +353,32 @@ class _Read(torch.autograd.Function):
     def forward(ctx, block, i, update, prefix, ticket):
         ctx.set_materialize_grads(False)
         new, y = block.merge(i, flattened(update), flattened(prefix))
-        ctx.save_for_backward(new)
-        ctx.block, ctx.i, ctx.prefixed = block, i, prefix is not None
         p = None if i == 0 else update if prefix is None else owned(new, block.shape)
+        ctx.save_for_backward(p, ticket)
+        ctx.block, ctx.i, ctx.prefixed = block, i, prefix is not None
         return p, owned(y, block.shape)
 
     @staticmethod
     @once
     def backward(ctx, dp, dy):
-        (p,) = ctx.saved_tensors
+        p, ticket = ctx.saved_tensors
         block, i = ctx.block, ctx.i
         if dy is None:
             return None, None, dp, dp if ctx.prefixed else None, None
-        if block.grad is None or block.grad.owner != current_pass():
-            block.grad = _BlockGrad(block)
-        grad = block.grad
-        o1, do = grad.rows(block, i)
+        kept = block.passes.here()
+        if graph_wanted(ctx):
+            kept.touch(p, ticket, dy, dp)
+        grad = kept.value = kept.value or _BlockGrad(block)
+        repeated = i in grad.done
+        o1, places = grad.again(block, i) if repeated else grad.rows(block, i)
+        do, dlse, part = places
         dprefix = block.run.phase2_bwd(
-            flattened(dy), flattened(dp), p, o1, None if i == 0 else block.log_sums[i], block.queries[i],
-            block.weights[i], block.eps, block.output_eps, do=do, dlse=grad.dlse_rows[i], part=grad.part_rows[i],
+            flattened(dy), flattened(dp), flattened(p), o1, None if i == 0 else block.log_sums[i], block.queries[i],
+            block.weights[i], block.eps, block.output_eps, do=do, dlse=dlse, part=part,
         )[0]  # fmt: skip
+        if repeated:
+            for total, x in zip(grad.rows(block, i)[1], places, strict=True):
+                total.add_(x)
         grad.done.add(i)
         grad.o1[i] = None
         dprefix = shaped(dprefix, block.shape)

@@ -24,28 +24,37 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-def _padded(x: Tensor, ranks: int) -> Tensor:
-    """`x` `[T, d]` with zero rows behind, to a multiple of `ranks`; zero rows read and write zeros everywhere."""
-    rows = -(-x.shape[0] // ranks) * ranks
+def _share(tokens: int, group: dist.ProcessGroup) -> tuple[int, slice]:
+    """(rows that travel a rank, this rank's own tokens): the last ranks may hold fewer rows, or none.
+
+    What travels is padded, what is read never is: a row of zeros has no RMSNorm at epsilon 0.
+    """
+    rows = -(-tokens // group.size())
+    first = min(group.rank() * rows, tokens)
+    return rows, slice(first, min(first + rows, tokens))
+
+
+def _padded(x: Tensor, rows: int) -> Tensor:
     return x.contiguous() if rows == x.shape[0] else torch.nn.functional.pad(x, (0, 0, 0, rows - x.shape[0]))
 
 
 def _gather(shard: Tensor, tokens: int, group: dist.ProcessGroup) -> Tensor:
-    full = shard.new_empty(shard.shape[0] * group.size(), shard.shape[1])
-    _all_gather(full, shard.contiguous(), group=group)
+    rows, _ = _share(tokens, group)
+    full = shard.new_empty(rows * group.size(), shard.shape[1])
+    _all_gather(full, _padded(shard, rows), group=group)
     # No view: a Function's output that is one may not be changed in place.
     return torch.ops.aten._unsafe_view(full[:tokens], (tokens, full.shape[1]))
 
 
 def _scatter(full: Tensor, group: dist.ProcessGroup) -> Tensor:
-    padded = _padded(full, group.size())
-    shard = padded.new_empty(padded.shape[0] // group.size(), padded.shape[1])
-    _reduce_scatter(shard, padded, group=group)
-    return shard
+    rows, own = _share(full.shape[0], group)
+    shard = full.new_empty(rows, full.shape[1])
+    _reduce_scatter(shard, _padded(full, rows * group.size()), group=group)
+    return shard if own.stop - own.start == rows else shard[: own.stop - own.start].clone()
 
 
 def _slice(full: Tensor, group: dist.ProcessGroup) -> Tensor:
-    return _padded(full, group.size()).chunk(group.size())[group.rank()].clone()
+    return full[_share(full.shape[0], group)[1]].clone(memory_format=torch.contiguous_format)
 
 
 class _Gather(torch.autograd.Function):
@@ -56,18 +65,18 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        return (_scatter if ctx.partial else _slice)(grad, ctx.group), None, None, None
+        return _Scatter.apply(grad, ctx.group, ctx.partial), None, None, None
 
 
 class _Scatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx, full, group, partial):
-        ctx.group, ctx.tokens = group, full.shape[0]
+        ctx.group, ctx.tokens, ctx.partial = group, full.shape[0], partial
         return (_scatter if partial else _slice)(full, group)
 
     @staticmethod
     def backward(ctx, grad):
-        return _gather(grad, ctx.tokens, ctx.group), None, None
+        return _Gather.apply(grad, ctx.tokens, ctx.group, ctx.partial), None, None
 
 
 class _Shared(torch.autograd.Function):
@@ -78,18 +87,30 @@ class _Shared(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
+        return _Total.apply(grad, ctx.group), None
+
+
+class _Total(torch.autograd.Function):
+    """The sum over the ranks, of which every rank goes on alike."""
+
+    @staticmethod
+    def forward(ctx, part, group):
         # In fp32: the sum of P bf16 partial sums would be rounded P - 1 times.
-        dtype = torch.float32 if grad.dtype in (torch.float16, torch.bfloat16) else grad.dtype
-        total = grad.to(dtype, copy=True, memory_format=torch.contiguous_format)
-        dist.all_reduce(total, group=ctx.group)
-        return total.to(grad.dtype), None
+        dtype = torch.float32 if part.dtype in (torch.float16, torch.bfloat16) else part.dtype
+        total = part.to(dtype, copy=True, memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=group)
+        return total.to(part.dtype)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, None
 
 
 def gather_tokens(shard: Tensor, tokens: int, group: dist.ProcessGroup, *, partial: bool = True) -> Tensor:
-    """All tokens `[T, d]` from every rank's shard `[ceil(T / P), d]`.
+    """All tokens `[T, d]` from every rank's shard, `[ceil(T / P), d]` but for what the last ranks lack.
 
     Args:
-        shard: this rank's rows; rows beyond T are padding.
+        shard: this rank's rows.
         tokens: T.
         group: the tensor-parallel group.
         partial: what follows is split over the ranks (column-parallel), so the gradients of the ranks are parts of a
@@ -99,7 +120,7 @@ def gather_tokens(shard: Tensor, tokens: int, group: dist.ProcessGroup, *, parti
 
 
 def scatter_partial(full: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """This rank's rows `[ceil(T / P), d]` of the sum over ranks of `full` `[T, d]`; backward is an all-gather."""
+    """This rank's rows, at most ceil(T / P), of the sum over ranks of `full` `[T, d]`; backward is an all-gather."""
     return _Scatter.apply(full, group, True)
 
 
