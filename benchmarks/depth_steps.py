@@ -37,7 +37,7 @@ from tilewise.bench.timing import Plan, captured, compare
 START = time.time()
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
-SELECT = "full_gpu or (streams_gpu and (dtype0 or graph or gradients))"
+SELECT = "full_gpu or (streams_gpu and (dtype0 or graph or gradients or parts or dependents))"
 PARTS = ("kernels", "full", "prefill", "decode", "training", "eager")
 
 # Tiles that take the place of the table's: function of tilewise.depth.triton.config ↦ what changes.
@@ -46,7 +46,7 @@ VARIANTS: dict[str, dict[str, dict[str, object]]] = {
         "first rows first": {"merge_order": {"DOWN": False}},
         "last rows first, streaming": {"merge_order": {"STREAM": True}},
     },
-    "decode": {"sums of parts as programmatic dependents": {"chained": True}},
+    "decode": {k: {k: v} for k, v in {"last_adds": False, "narrow_queries": False, "chained": True}.items()},
     "training": {"merge backward, one program an SM": {"merge_bwd": {"programs": 132}}},
 }
 MANY = {

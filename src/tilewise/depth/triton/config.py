@@ -8,15 +8,18 @@ __all__ = [
     "chained",
     "combine_many",
     "combine_tiles",
+    "dependent",
     "dv_tiles",
     "few",
     "inner_tiles",
+    "last_adds",
     "merge_bwd",
     "merge_order",
     "merge_warps",
     "mix",
     "mix_bwd",
     "mix_few",
+    "narrow_queries",
     "one_reduction",
     "read",
     "row_tiles",
@@ -163,9 +166,24 @@ def score_tiles(T: int, d: int, S: int, size: int) -> dict:
             "STAGES": 4 if wide else 3}  # fmt: skip
 
 
+def last_adds(T: int) -> bool:
+    """Whether the program that comes last adds the parts of a tile's scores; programs of many tokens come in waves."""
+    return few(T)
+
+
 def chained(T: int) -> bool:
-    """Whether the kernel that adds the scores' parts is a programmatic dependent of the one that makes them."""
+    """Whether what follows scores, or weighted sums, at once is a programmatic dependent of that kernel."""
     return False
+
+
+def dependent(after: bool) -> dict:
+    """Options of a launch that may begin before the one before it has ended."""
+    return {"launch_pdl": True} if after else {}
+
+
+def narrow_queries() -> bool:
+    """Whether merges at inference read queries of 16 bits beside bf16 sources."""
+    return True
 
 
 def combine_tiles(T: int, d: int, n: int, S: int, size: int) -> dict:
