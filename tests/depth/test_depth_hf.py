@@ -1,6 +1,10 @@
 """Hugging Face decoders with their residuals wrapped: equal to the definition, reversible, trainable, generating."""
 
 import copy
+import io
+import pickle
+import subprocess
+import sys
 
 import depth_naive as naive
 import pytest
@@ -116,6 +120,49 @@ def test_a_copy_has_its_own_reads():
     nn.init.normal_(other.model.attn_res.query)
     assert not torch.allclose(other(tokens).logits, before)
     torch.testing.assert_close(model(tokens).logits, before, rtol=0, atol=0)
+
+
+def saved(model):
+    file = io.BytesIO()
+    torch.save(model, file)
+    return io.BytesIO(file.getvalue())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_wrapped_model_is_pickled_whole(family):
+    model, tokens = make(family), torch.randint(48, (2, 9))
+    before = model(tokens).logits
+    nn.init.normal_(wrap_residuals(model, 2).query)
+    expected = model(tokens).logits
+    ways = (
+        lambda: pickle.loads(pickle.dumps(model)),
+        lambda: torch.load(saved(model), weights_only=False),
+        lambda: copy.deepcopy(model),
+        lambda: pickle.loads(pickle.dumps(pickle.loads(pickle.dumps(model)))),
+    )
+    for way in ways:
+        other = way()
+        torch.testing.assert_close(other(tokens).logits, expected, rtol=0, atol=0)
+        assert [type(m) for m in other.modules()] == [type(m) for m in model.modules()]
+        # The layers read through the copy's own module, and see the copy's own configuration.
+        assert all(layer._depth[0] is other.model.attn_res for layer in other.model.layers)
+        with pytest.raises(ValueError, match="no single hidden state"):
+            other(tokens, output_hidden_states=True)
+        unwrap_residuals(other)
+        torch.testing.assert_close(other(tokens).logits, before, rtol=0, atol=0)
+    torch.testing.assert_close(model(tokens).logits, expected, rtol=0, atol=0)
+
+
+def test_a_pickled_model_is_loaded_by_another_process(tmp_path):
+    model, tokens = make("llama"), torch.randint(48, (2, 9))
+    nn.init.normal_(wrap_residuals(model, "full").query)
+    torch.save((model, tokens, model(tokens).logits.detach()), tmp_path / "model.pt")
+    code = "import sys, torch; model, tokens, logits = torch.load(sys.argv[1], weights_only=False)"
+    code += "; torch.testing.assert_close(model(tokens).logits, logits, rtol=0, atol=0)"
+    done = subprocess.run(
+        [sys.executable, "-c", code, tmp_path / "model.pt"], capture_output=True, text=True, timeout=200
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
 
 
 def test_other_decoders_are_refused_and_left_alone():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import copyreg
 from functools import cache
 from typing import Any
 
@@ -21,12 +22,13 @@ NAME = "attn_res"
 def wrap_residuals(model: nn.Module, schedule: Schedule | int | str, *, impl: str = "auto") -> AttnRes:
     """Replace every residual connection of a decoder by reads over depth; the sublayers and their weights stay.
 
-    Works on decoders whose layers compute h += self_attn(input_layernorm(h)); h += mlp(post_attention_layernorm(h)):
-    Llama, Mistral, Qwen2, Qwen3 and others. That is checked by running each layer's own code on stand-ins. The new
-    parameters start as plain means, which is another function than the pre-trained residual sum: train after wrapping.
-    Gradient checkpointing (not reentrant), generation with a cache and FSDP2 work as before. The parameters are saved
-    with the model as `attn_res.query` and `attn_res.key_weight`. A norm that is RMSNorm(h) * weight runs inside the
-    read, so forward hooks on it are not called; any other norm runs by itself.
+    Works on decoders whose layers compute h += self_attn(input_layernorm(h)); h +=
+    mlp(post_attention_layernorm(h)): Llama, Mistral, Qwen2, Qwen3 and others. That is checked by running each
+    layer's own code on stand-ins. The new parameters start as plain means, which is another function than the
+    pre-trained residual sum: train after wrapping. Gradient checkpointing (not reentrant), generation with a cache,
+    FSDP2 and pickling of the whole model work as before. The parameters are saved with the model as
+    `attn_res.query` and `attn_res.key_weight`. A norm that is RMSNorm(h) * weight runs inside the read, so forward
+    hooks on it are not called; any other norm runs by itself.
 
     Args:
         model: a decoder or a model with a head on it, in place.
@@ -153,10 +155,28 @@ def _is_rms_norm(norm: nn.Module, eps: float) -> bool:
     return torch.allclose(type(norm).forward(probe, x), wanted, rtol=1e-5, atol=1e-6)
 
 
+def _reduce(module: nn.Module) -> tuple:
+    cls = type(module)
+    # A class that others derive from it, as FSDP2 does, is not for this module to restore.
+    ours = cls is _class(cls._kind, cls._original)
+    make = (_empty, (cls._kind, cls._original)) if ours else (copyreg.__newobj__, (cls,))
+    return *make, module.__dict__
+
+
+def _class(kind: str, original: type) -> type:
+    return {"layer": _layer_class, "norm": _norm_class}[kind](original)
+
+
+def _empty(kind: str, original: type) -> nn.Module:
+    """A wrapped layer or norm without its state: unpickling makes the class anew, in whatever process."""
+    cls = _class(kind, original)
+    return cls.__new__(cls)
+
+
 @cache
 def _layer_class(cls: type) -> type:
     class AttnResLayer(cls):
-        _original = cls
+        _original, _kind, __reduce__ = cls, "layer", _reduce
 
         def forward(self, hidden_states, **kwargs):
             residual, index, config, fused = self._depth
@@ -186,7 +206,7 @@ def _layer_class(cls: type) -> type:
 @cache
 def _norm_class(cls: type) -> type:
     class AttnResNorm(cls):
-        _original = cls
+        _original, _kind, __reduce__ = cls, "norm", _reduce
 
         def forward(self, hidden_states):
             residual, layers, fused = self._depth
