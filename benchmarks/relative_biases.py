@@ -14,7 +14,7 @@ from dataclasses import replace
 
 import rounds
 import torch
-from relative_cases import passes_of, timed_call
+from relative_cases import passes_of, ready, timed_call
 from relative_linear import run_checks
 from relative_linear_checks import OTHERS, checks, registers
 
@@ -60,7 +60,7 @@ def run_times(record: rounds.Record, lengths: list[int]) -> None:
         cell = rounds.Cell(N)
         for variant, changes in VARIANTS.items():
             with record.attempt(f"{variant} N={N}"), registers(True, **changes):
-                for pass_, run in zip(cell.runs, passes(variant, N, rounds.DEVICE), strict=True):
+                for pass_, run in zip(cell.runs, ready(passes(variant, N, rounds.DEVICE)), strict=True):
                     if pass_ == "backward" or variant != "kernels, 3 stages":
                         cell.add(pass_, variant, run, without=OTHERS)
         record.result["timings"] += cell.rows(3, 20)

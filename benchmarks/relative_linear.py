@@ -17,7 +17,7 @@ import sys
 
 import rounds
 import torch
-from relative_cases import label, passes_of, timed_call
+from relative_cases import label, passes_of, ready, timed_call
 from relative_linear_checks import OTHERS, check, checks, registers
 from relative_tiles import kernel_times
 
@@ -98,7 +98,7 @@ def run_times(record: rounds.Record, cells: list[tuple[int, int]]) -> None:
             with record.attempt(f"{title} N={N}"):
                 runs = timed(case, N, rounds.DEVICE, new, d)
                 with registers(new, **VARIANTS[variant]):
-                    for pass_, run in zip(cell.runs, runs, strict=True):
+                    for pass_, run in zip(cell.runs, ready(runs), strict=True):
                         if pass_ == "backward" or variant in ("as committed", "wide"):
                             cell.add(pass_, title, run, without=OTHERS if new else ())
         record.result["timings"] += cell.rows(3, 20)
@@ -112,8 +112,7 @@ def run_profile(record: rounds.Record) -> None:
         title = label_of(case, new, variant, 64)
         with record.attempt(f"{title} N={N}"):
             with registers(new, **VARIANTS[variant]):
-                forward, backward = timed(case, N, rounds.DEVICE, new)
-                forward()
+                _, backward = ready(timed(case, N, rounds.DEVICE, new))
                 times = kernel_times(backward)
             record.result["profile"].append(dict(case=title, n=N, **{"pass": "backward"}, us=times))
             text = ", ".join(f"{k[:24]} {t:.0f}" for k, t in sorted(times.items(), key=lambda a: -a[1]) if t > 1)

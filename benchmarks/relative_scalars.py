@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 
 import rounds
-from relative_cases import CHECKS, check_fields, check_one, passes_of, timed_call
+from relative_cases import CHECKS, check_fields, check_one, passes_of, ready, timed_call
 from relative_tiles import kernel_times
 
 LENGTHS = (8192, 2048, 512)
@@ -23,7 +23,7 @@ def backward_of(name: str, N: int, device: str):
     """The backward of T5 ("tall", "low") or of no term ("none"), as a closure."""
     from tilewise.triton.config import using
 
-    _, run = passes_of(*timed_call("none" if name == "none" else "t5", N, device))
+    _, run = ready(passes_of(*timed_call("none" if name == "none" else "t5", N, device)))
 
     def backward():
         with using({("queries", "scalar"): ((0, SHAPES[name]),)} if name in SHAPES else {}):

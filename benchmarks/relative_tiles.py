@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import rounds
 import torch
-from relative_cases import MECHANISMS, passes_of, timed_call
+from relative_cases import MECHANISMS, passes_of, ready, timed_call
 
 VARIANTS = {
     "forward": {
@@ -45,7 +45,7 @@ def replaced(what: str, shape: tuple[int, ...]):
 
 def run_variant(what: str, case: str, N: int, device):
     """The pass in which a variant shows, as a closure."""
-    forward, backward = passes_of(*timed_call(case, N, device, skew="memory", projections="recompute"))
+    forward, backward = ready(passes_of(*timed_call(case, N, device, skew="memory", projections="recompute")))
     return forward if what in ("forward", "projection") else backward
 
 

@@ -11,7 +11,7 @@ import sys
 from contextlib import contextmanager
 
 import rounds
-from relative_cases import BRAIN, HALF, check_fields, check_one, passes_of, sizes, timed_call
+from relative_cases import BRAIN, HALF, check_fields, check_one, passes_of, ready, sizes, timed_call
 from relative_tiles import kernel_times
 
 D = 128
@@ -64,7 +64,7 @@ def timed():
 
 
 def backward_of(what: str, case: str, shape: tuple[int, ...], N: int, device: str):
-    _, run = passes_of(*timed_call(case, N, device, d=D))
+    _, run = ready(passes_of(*timed_call(case, N, device, d=D)))
 
     def backward():
         with tiles(**{what: shape}):

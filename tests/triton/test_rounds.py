@@ -22,6 +22,7 @@ import relative_tiles
 import relative_wide
 import rounds
 
+from tilewise import triton
 from tilewise.bench import timing
 from tilewise.triton.launch import launcher
 
@@ -43,6 +44,7 @@ class Machine:
 
     def __init__(self):
         self.now, self.compiled, self.broken, self.begun = 0.0, [], (), []
+        self.run = {"forward": triton.forward, "backward": triton.backward}
 
     def time(self):
         return self.now
@@ -65,6 +67,15 @@ class Machine:
     def captured(self, make):
         make()()
         return (lambda: None), None
+
+    def forward(self, call, o, lse, kept=None):
+        self.run["forward"](call, o, lse, kept)
+        lse.written = True
+
+    def backward(self, call, do, dlse, o, lse, *rest):
+        """Timed on an lse that nothing wrote, it would multiply zeros, infinities and NaN."""
+        assert getattr(lse, "written", False), "a backward runs before its forward"
+        self.run["backward"](call, do, dlse, o, lse, *rest)
 
     def cudnn(self, *arguments, **options):
         self.begun.append(self.now)
@@ -107,6 +118,8 @@ def machine(monkeypatch):
     clock = SimpleNamespace(time=machine.time, strftime=time.strftime)
     for name in ("captured", "cudnn", "isolated", "peak_mib", "precompile"):
         monkeypatch.setattr(rounds, name, getattr(machine, name))
+    for name in machine.run:
+        monkeypatch.setattr(triton, name, getattr(machine, name))
     monkeypatch.setattr(rounds, "DEVICE", "meta")
     monkeypatch.setattr(rounds, "time", clock)
     monkeypatch.setattr(timing, "_Clock", machine)
