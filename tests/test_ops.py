@@ -279,3 +279,10 @@ def test_frozen_tables_get_no_gradient():
     assert k.grad is None
     assert q.grad is not None
     assert table.grad is None
+
+
+@pytest.mark.parametrize("offset", [None, 0])
+def test_a_trace_of_one_length_is_refused(offset):
+    q = torch.randn(1, 2, 9, 8)
+    with pytest.raises(RuntimeError, match=r"record attention for one length alone; expected torch\.export"):
+        torch.jit.trace(lambda q: tw.attention(q, q, q, offset=offset), (q,), check_trace=False)

@@ -101,6 +101,10 @@ def attention(
 
 def prepared(q, k, v, terms, mask, scale, offset, dropout_p, options) -> tuple[Call, tuple[Term, ...]]:
     """The call that these arguments of :func:`attention` make, without a seed, and its terms; raises as it does."""
+    if torch.jit.is_tracing():
+        raise RuntimeError(
+            "torch.jit.trace would record attention for one length alone; expected torch.export or torch.compile"
+        )
     terms = flatten(terms)
     _check_tensors(q, k, v)
     _check_biases(q, terms)

@@ -77,9 +77,13 @@ LOW = torch.finfo(torch.float32).min
 
 @pytest.mark.parametrize(
     "mask",
-    [SEEN, torch.where(SEEN, 0.0, LOW), torch.where(SEEN[:, :, :1], 0.0, LOW), SEEN[:1, :, :1], SEEN[:1]],
-    ids=["bool", "additive", "additive row", "one row for the batch", "one matrix for the batch"],
-)
+    [
+        SEEN, torch.where(SEEN, 0.0, LOW), torch.where(SEEN[:, :, :1], 0.0, LOW), SEEN[:1, :, :1], SEEN[:1],
+        SEEN[:, :, :4].transpose(1, 2), SEEN[:1, :, :4].transpose(1, 2), SEEN[..., :1],
+    ],
+    ids=["bool", "additive", "additive row", "one row for the batch", "one matrix for the batch", "one row a head",
+         "one row a head for the batch", "one number a query"],
+)  # fmt: skip
 def test_a_mask_made_by_the_caller(models, mask):
     wanted, got = (m(input_ids=IDS, attention_mask=mask).last_hidden_state for m in models)
     torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-5)
@@ -88,7 +92,26 @@ def test_a_mask_made_by_the_caller(models, mask):
 def test_a_mask_that_adds_numbers_is_refused(models):
     with pytest.raises(ValueError, match="attention_mask adds numbers to the scores; expected a boolean mask"):
         models[1](input_ids=IDS, attention_mask=torch.randn(2, 1, 30, 30))
-    with pytest.raises(ValueError, match=r"attention_mask has shape \(2, 30, 30\); expected \[B, Tk\] or"):
+
+
+@pytest.mark.parametrize(
+    ("mask", "expected"),
+    [
+        (SEEN[:, 0], r"\(2, 30, 30\); expected \[B, Tk\] or \[B, 1 or H, 1 or Tq, Tk\]"),
+        (torch.ones(2, 30, 30, dtype=torch.bool), r"\(2, 30, 30\); expected \[B, Tk\] or"),
+        (SEEN[0, :, 0], r"\(1, 30\); expected \[2, 30\]"),
+        (SEEN[:, 0, 0, :20], r"\(2, 20\); expected \[2, 30\]"),
+        (SEEN[..., :20], r"\(2, 1, 30, 20\); expected \[2, 30\], or a matrix \[1 or 2, 1 or 4, 1 or 30, 30\]"),
+        (SEEN.expand(-1, 3, -1, -1), r"\(2, 3, 30, 30\); expected"),
+    ],
+)
+def test_a_mask_of_another_shape_is_refused_by_name(models, mask, expected):
+    with pytest.raises(ValueError, match=f"attention_mask has shape {expected}"):
+        models[1](input_ids=IDS, attention_mask=mask)
+
+
+def test_a_mask_of_another_shape_is_refused_by_the_layer(models):
+    with pytest.raises(ValueError, match=r"attention_mask has shape \(2, 30, 30\); expected \[2, 30\], or a matrix"):
         models[1].encoder.block[0].layer[0].SelfAttention(torch.randn(2, 30, 32), mask=SEEN[:, 0])
 
 

@@ -20,6 +20,7 @@ from ..mask import Mask
 from ..mechanisms import DeBERTa
 from ..rows import deberta_buckets
 from .family import Family
+from .hf import matrix_mask
 
 __all__ = ["FAMILIES"]
 
@@ -59,7 +60,7 @@ class DisentangledAttention:
             raise ValueError(f"query_states has {queries.shape[1]} tokens; expected {hidden_states.shape[1]}, as keys")
         q = self._heads(self.query_proj(queries))
         k, v = self._heads(self.key_proj(hidden_states)), self._heads(self.value_proj(hidden_states))
-        mask = _as_mask(attention_mask, *hidden_states.shape[:2])
+        mask = _as_mask(attention_mask, *q.shape[:3])
         output = attention(
             q,
             k,
@@ -77,13 +78,18 @@ class DisentangledAttention:
         """The layer's projections of the table, dropped out as transformers does, as c2p and p2c terms."""
         table = self.pos_dropout(rel_embeddings)[: 2 * self.pos_ebd_size]
         # Through the modules and not their weights: an adapter or a quantiser may stand in front of those.
-        key, query = ("key_proj", "query_proj") if self.share_att_key else ("pos_key_proj", "pos_query_proj")
-        c2p, p2c = (
-            self._heads(getattr(self, name)(table)) if kind in self.pos_att_type else None
-            for kind, name in (("c2p", key), ("p2c", query))
-        )
+        names = {"c2p": "pos_key_proj", "p2c": "pos_query_proj"}
+        if self.share_att_key:
+            # The order of transformers' calls: an adapter that drops its input draws the same numbers.
+            names = {"p2c": "query_proj", "c2p": "key_proj"}
+        tables = {
+            kind: self._heads(getattr(self, name)(table)) for kind, name in names.items() if kind in self.pos_att_type
+        }
         return DeBERTa(
-            c2p, p2c, position_buckets=self.position_buckets, max_relative_positions=self.max_relative_positions
+            tables.get("c2p"),
+            tables.get("p2c"),
+            position_buckets=self.position_buckets,
+            max_relative_positions=self.max_relative_positions,
         )
 
     def _heads(self, x: Tensor) -> Tensor:
@@ -92,6 +98,18 @@ class DisentangledAttention:
 
 class LinearEncoder:
     """Goes in front of ``DebertaV2Encoder`` among the bases of a patched encoder's class."""
+
+    def forward(self, hidden_states: Tensor, attention_mask: Tensor, *args, **kwargs):
+        """As transformers' encoder, whose product of masks refuses one of another size; a mask in linear memory that
+        hides nothing has no size to refuse."""
+        B, N = hidden_states.shape[:2]
+        # Not `in`: to torch.compile a size is a symbol, which it does not find in a tuple.
+        rows = attention_mask.shape[0] if attention_mask.dim() else 0
+        if attention_mask.dim() < 3 and (
+            attention_mask.dim() != 2 or (rows != 1 and rows != B) or attention_mask.shape[1] != N
+        ):
+            raise ValueError(f"attention_mask has shape {tuple(attention_mask.shape)}; expected [{B} or 1, {N}]")
+        return super().forward(hidden_states, attention_mask, *args, **kwargs)
 
     def get_attention_mask(self, attention_mask: Tensor) -> Mask | Tensor:
         """What the layers take: [B, N] becomes a :class:`tilewise.Mask`; a matrix of the caller's stays one."""
@@ -119,17 +137,11 @@ def _outer_product(real: Tensor) -> Mask:
     return Mask() if everything else Mask(bounds=bounds, keys=None if unbroken else real)
 
 
-def _as_mask(mask: Mask | Tensor, B: int, N: int) -> Mask:
+def _as_mask(mask: Mask | Tensor, B: int, H: int, N: int) -> Mask:
     if isinstance(mask, Mask):
         # One row of padding for the whole batch.
         return mask if mask.keys is None else replace(mask, keys=mask.keys.expand(B, -1))
-    if mask.dim() != 4:
-        raise ValueError(
-            f"attention_mask has shape {tuple(mask.shape)}; expected [B, 1 or H, 1 or N, N], or what the encoder's "
-            "get_attention_mask makes of [B, N]"
-        )
-    seen = mask != 0
-    return Mask.padding(seen[:, 0, 0].expand(B, -1)) if seen.shape[1] == seen.shape[2] == 1 else Mask.full(seen)
+    return matrix_mask(mask != 0, B, H, N, N)
 
 
 def _kinds(module: nn.Module) -> list[str]:
@@ -158,6 +170,10 @@ def _obstacle(module: nn.Module) -> str | None:
             "its forward was replaced on the module itself, as accelerate does where a device map names it; expected a "
             "model that is patched first and wrapped afterwards"
         )
+    # What a patched layer does not call.
+    for name in ("transpose_for_scores", "disentangled_attention_bias"):
+        if name in module.__dict__:
+            return f"its {name} was replaced on the module itself; expected the method of DisentangledSelfAttention"
     if not isinstance(module.dropout, nn.Dropout):
         return f"dropout is a {type(module.dropout).__name__}; expected torch.nn.Dropout"
     try:

@@ -7,13 +7,15 @@ own formats are [B, 1, Tq, Tk].
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor, nn
 
 from ..api import attention
 from ..mask import Mask
 
-__all__ = ["IMPLEMENTATION", "attention_forward", "linear_mask", "register"]
+__all__ = ["IMPLEMENTATION", "attention_forward", "linear_mask", "matrix_mask", "register"]
 
 IMPLEMENTATION = "tilewise"
 """The name under which the two functions are registered."""
@@ -57,7 +59,7 @@ def attention_forward(
             f"attn_implementation is {IMPLEMENTATION!r} on a {type(module).__name__} that was not patched; "
             "load the model with another one and call tilewise.patch(model)"
         )
-    mask = _as_mask(attention_mask, module, *key.shape[0::2])
+    mask = _as_mask(attention_mask, module, *query.shape[:3], key.shape[2])
     padded = mask.keys is not None or mask.bounds is not None or mask.dense is not None
     output = attention(
         query,
@@ -112,6 +114,10 @@ def linear_mask(
 
 def _padding(attention_mask: Tensor, kv_length: int, kv_offset: int) -> Mask:
     """[B, tokens seen] as a mask over the keys kv_offset … kv_offset + kv_length − 1; keys beyond it are empty."""
+    if attention_mask.dim() != 2:
+        raise ValueError(
+            f"attention_mask has shape {tuple(attention_mask.shape)}; expected [B, Tk] or [B, 1 or H, 1 or Tq, Tk]"
+        )
     missing = kv_offset + kv_length - attention_mask.shape[-1]
     if missing > 0:
         attention_mask = nn.functional.pad(attention_mask, (0, missing))
@@ -122,14 +128,33 @@ def _padding(attention_mask: Tensor, kv_length: int, kv_offset: int) -> Mask:
     return Mask.padding(keys.bool())
 
 
-def _as_mask(mask: Mask | Tensor | None, module: nn.Module, B: int, Tk: int) -> Mask:
+def matrix_mask(seen: Tensor, B: int, H: int, Tq: int, Tk: int) -> Mask:
+    """A matrix of the caller's, True where a key is seen, as the model's own code would broadcast it.
+
+    Raises:
+        ValueError: its shape is not [1 or B, 1 or H, 1 or Tq, 1 or Tk].
+    """
+    # Not `in`: to torch.compile a size is a symbol, which it does not find in a tuple.
+    fits = seen.dim() == 4 and all(n == 1 or n == m for n, m in zip(seen.shape, (B, H, Tq, Tk), strict=True))
+    if not fits:
+        raise ValueError(
+            f"attention_mask has shape {tuple(seen.shape)}; expected [{B}, {Tk}], or a matrix "
+            f"[1 or {B}, 1 or {H}, 1 or {Tq}, {Tk}]"
+        )
+    if seen.shape[1] == seen.shape[2] == 1:
+        return Mask.padding(seen[:, 0, 0].expand(B, Tk))
+    return Mask.full(seen.expand(-1, -1, Tq, Tk))
+
+
+def _as_mask(mask: Mask | Tensor | None, module: nn.Module, B: int, H: int, Tq: int, Tk: int) -> Mask:
     if isinstance(mask, Mask):
-        too_wide = mask.keys is not None and mask.keys.shape[1] > Tk
-        return Mask(mask.left, mask.right, mask.bounds, mask.keys[:, :Tk], mask.dense) if too_wide else mask
+        if mask.keys is None:
+            return mask
+        if mask.keys.shape[0] != B or mask.keys.shape[1] < Tk:
+            raise ValueError(f"attention_mask has shape {tuple(mask.keys.shape)}; expected [{B}, {Tk}]")
+        return replace(mask, keys=mask.keys[:, :Tk])
     if mask is None:
         return Mask.causal() if getattr(module, "is_causal", False) else Mask()
-    if mask.dim() != 4:
-        raise ValueError(f"attention_mask has shape {tuple(mask.shape)}; expected [B, Tk] or [B, 1 or H, 1 or Tq, Tk]")
     mask = mask[..., :Tk]
     if mask.dtype != torch.bool:
         hidden = mask <= torch.finfo(mask.dtype).min / 2
@@ -139,4 +164,4 @@ def _as_mask(mask: Mask | Tensor | None, module: nn.Module, B: int, Tk: int) -> 
                 "A bias by position is a term: see tilewise.attention"
             )
         mask = ~hidden
-    return Mask.padding(mask[:, 0, 0].expand(B, -1)) if mask.shape[1] == mask.shape[2] == 1 else Mask.full(mask)
+    return matrix_mask(mask, B, H, Tq, Tk)

@@ -168,11 +168,7 @@ def _matches(model: nn.Module) -> list[_Match]:
         elif (reason := family.obstacle(module)) and not family.left_alone(module):
             problems.append(f"{path} ({cls.__qualname__}): {reason}")
         elif (stack := _stack(modules, path, family)) is None and not family.left_alone(module):
-            which = "" if family.stack is None else f" (a {family.stack.rpartition(':')[2]} itself)"
-            problems.append(
-                f"{path or 'the module'} ({cls.__qualname__}): the stack that it belongs to{which} is not part of "
-                f"{type(model).__name__}; expected the stack or the model, since a stack's layers share bias and mask"
-            )
+            problems.append(f"{path or 'the module'} ({cls.__qualname__}): {_no_stack(modules, path, family, model)}")
         else:
             matches.append(_Match(path, module, modules.get(path.rpartition(".")[0]) if path else None, family, stack))
     if problems:
@@ -246,6 +242,24 @@ def _stack(modules: dict[str, nn.Module], path: str, family: Family) -> nn.Modul
     if family.stack is None:
         return next((m for m in above if isinstance(m, PreTrainedModel)), None)
     return next((m for m in above if _target(_class(m)) == family.stack), None)
+
+
+def _no_stack(modules: dict[str, nn.Module], path: str, family: Family, model: nn.Module) -> str:
+    parts = path.split(".")
+    for n in reversed(range(len(parts))):
+        above = ".".join(parts[:n])
+        cls = _class(modules[above])
+        known = next((base for base in cls.__mro__ if _target(base) == family.stack), None)
+        if known is not None:
+            return (
+                f"its stack {above} is a {cls.__qualname__}, which derives from {known.__qualname__}; "
+                f"expected {known.__qualname__} itself, since a subclass may compute something else"
+            )
+    which = "" if family.stack is None else f" (a {family.stack.rpartition(':')[2]})"
+    return (
+        f"the stack that it belongs to{which} is not part of {type(model).__name__}; expected the stack or the model, "
+        "since a stack's layers share bias and mask"
+    )
 
 
 def _class(module: nn.Module) -> type:
