@@ -228,6 +228,32 @@ def test_the_picture_has_both_systems(tmp_path):
         assert near.sum() > 200
 
 
+@pytest.mark.parametrize("spread", [1.0, 1.5, 4.0, 9.0, 11.0, 300.0])
+def test_both_axes_of_the_picture_have_numbers(monkeypatch, tmp_path, spread):
+    from matplotlib.figure import Figure
+
+    labels = {}
+
+    def read(figure, path, **_):
+        figure.canvas.draw()
+        for axes in figure.axes:
+            low, high = axes.get_ylim()
+            labels[axes.get_title()] = {
+                float(label.get_text().replace(",", "")): position
+                for label, position in zip(axes.get_yticklabels(), axes.get_yticks(), strict=True)
+                if low <= position <= high and label.get_text()
+            }
+
+    monkeypatch.setattr(Figure, "savefig", read)
+    rows = [Row(512, s, 2.1, 1.0, 41.0) for s in ("transformers", "tilewise")]
+    rows += [Row(1024, s, 2.1 * spread, 1.0, 41.0 * spread) for s in ("transformers", "tilewise")]
+    plot(Experiment(rows), tmp_path / "p.png")
+    assert len(labels) == 2
+    for ticks in labels.values():
+        assert len(ticks) >= 2, "an axis with one number or none has no scale"
+        assert all(said == pytest.approx(position) for said, position in ticks.items())
+
+
 @pytest.mark.parametrize("suffix", [*SUFFIXES, ".PNG"])
 def test_every_suffix_offered_is_written_even_where_nothing_ran(tmp_path, suffix):
     path = tmp_path / f"p{suffix}"

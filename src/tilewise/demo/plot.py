@@ -23,6 +23,7 @@ _VERDICTS = {
 def plot(experiment: Experiment, path: Path) -> None:
     """Draw both systems' seconds and peak memory over the tokens of the document into the file at `path`."""
     from matplotlib.figure import Figure
+    from matplotlib.ticker import LogLocator
 
     figure = Figure(figsize=(9.6, 4.2), layout="constrained")
     left, right = figure.subplots(1, 2)
@@ -38,13 +39,18 @@ def plot(experiment: Experiment, path: Path) -> None:
         label = "transformers would need"
         right.plot([row.n for row in missing], needs, "x", color=_COLOURS["transformers"], label=label)
     for axes, title in ((left, "Time, seconds (encode and generate)"), (right, "Peak memory, MiB above the model")):
-        # matplotlib cannot draw a logarithmic axis without a number above 0.
-        positive = any(value > 0 for line in axes.lines for value in line.get_ydata())
-        axes.set(xscale="log", yscale="log" if positive else "linear", xlabel="tokens of the document")
+        axes.set(xscale="log", xlabel="tokens of the document")
         axes.set_title(title, fontsize=11)
         axes.set_xticks(lengths, [f"{n:,}" for n in lengths], minor=False)
+        positive = [value for line in axes.lines for value in line.get_ydata() if value > 0]
+        if positive and max(positive) >= 10 * min(positive):
+            axes.set_yscale("log")
+            axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        else:
+            # A logarithmic axis has one labelled tick or none within less than a factor of 10.
+            axes.set_ylim(0, 1.1 * max(positive, default=1))
         axes.minorticks_off()
-        axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}" if value >= 1 else f"{value:g}")
+        axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}" if value == round(value) else f"{value:g}")
         axes.grid(alpha=0.3)
         axes.spines[["top", "right"]].set_visible(False)
         axes.legend(frameon=False)
