@@ -204,6 +204,15 @@ def test_bad_input_is_named(arguments, expected):
     assert expected in shown.output
 
 
+def test_a_report_without_a_picture_says_so(tmp_path):
+    path = tmp_path / "results.json"
+    records.save(path, made()[:1])
+    shown = CliRunner().invoke(app, ["report", str(path)])
+    assert shown.exit_code == 0
+    assert "No plots: " in shown.output
+    assert not list(tmp_path.glob("*.png"))
+
+
 def test_a_run_on_the_cpu_from_the_command_line_to_the_report(tmp_path):
     path = tmp_path / "results.json"
     tiny = ["--cases", "t5", "--systems", "tilewise-blocked", "--lengths", "32", "--tokens", "32", "--heads", "2"]

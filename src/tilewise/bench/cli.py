@@ -180,8 +180,11 @@ def report(
         raise typer.Exit(1)
     from .plots import plot
 
-    for path in plot(merged, plots or files[0].parent):
+    drawn = plot(merged, plots or files[0].parent)
+    for path in drawn:
         typer.echo(f"Plot: {path}")
+    if not drawn:
+        typer.echo("No plots: there are none of the depth set, and none without results.")
 
 
 @app.command()
