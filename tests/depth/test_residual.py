@@ -305,7 +305,7 @@ def test_kimi_k3_errors_name_the_parameter():
     names = kimi_k3_state_dict(module)
     with pytest.raises(ValueError, match="no Attention Residuals parameters"):
         load_kimi_k3(module, {"model.norm.weight": torch.ones(8)})
-    with pytest.raises(ValueError, match=r"found no model.layers.2.mlp_res_norm.weight \(1 missing\)"):
+    with pytest.raises(ValueError, match=r"found no model.layers.2.mlp_res_norm.weight \(8,\) \(1 missing\)"):
         load_kimi_k3(module, {k: v for k, v in names.items() if k != "model.layers.2.mlp_res_norm.weight"})
     with pytest.raises(ValueError, match=r"found \(8,\), expected \(1, 8\)"):
         load_kimi_k3(module, names | {"model.layers.0.mlp_res_proj.weight": torch.ones(8)})
@@ -313,6 +313,47 @@ def test_kimi_k3_errors_name_the_parameter():
         attn_res_from_config({"hidden_size": 8, "num_hidden_layers": 4, "rms_norm_eps": 1e-5})
     with pytest.raises(ValueError, match="nearest is 2"):
         kimi_k3_state_dict(AttnRes(8, Schedule.block(8, 3)))
+
+
+def test_kimi_k3_parameters_of_another_model_are_refused_and_change_nothing():
+    module, larger = AttnRes(8, Schedule.kimi_k3(4, 2)), kimi_k3_state_dict(AttnRes(8, Schedule.kimi_k3(5, 2)))
+    names = kimi_k3_state_dict(module)
+    for extra, value in (
+        ("layers.3.self_attention_res_proj.bias", torch.ones(1)),
+        ("layers.4.mlp_res_norm.weight", torch.ones(8)),
+        ("output_attn_res_gate.weight", torch.ones(8)),
+    ):
+        with pytest.raises(ValueError, match=rf"found model.{extra} \({len(value)},\), expected no such parameter"):
+            load_kimi_k3(module, names | {f"model.{extra}": value})
+    with pytest.raises(ValueError, match=r"found model.layers.4.self_attention_res_proj.weight \(1, 8\), .* 4 decoder"):
+        load_kimi_k3(module, larger)
+    for name, shape in (("layers.0.mlp_res_norm.weight", (16,)), ("output_attn_res_proj.weight", (9, 8))):
+        with pytest.raises(ValueError, match=rf"model.{name}'\]: found \({shape[0]}, ?8?\), expected \((1, 8|8,)\)"):
+            load_kimi_k3(module, names | {f"model.{name}": torch.ones(shape)})
+    with pytest.raises(TypeError, match=r"found torch\.int64, expected a tensor of floats"):
+        load_kimi_k3(module, names | {"model.layers.0.mlp_res_norm.weight": torch.ones(8, dtype=torch.int64)})
+    assert not module.query.any()
+    assert (module.key_weight == 1).all()
+    # A stage takes its own layers of the whole model's parameters, and refuses those of a larger model too.
+    stage = AttnRes(8, module.schedule, span=(2, 6))
+    load_kimi_k3(stage, names)
+    with pytest.raises(ValueError, match="expected no such parameter"):
+        load_kimi_k3(stage, larger)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "error", "message"),
+    [
+        ("hidden_size", "8", TypeError, "config.hidden_size: found '8', expected an integer"),
+        ("num_hidden_layers", 0, ValueError, "config.num_hidden_layers: found 0, expected at least 1"),
+        ("attn_res_block_size", 2.0, TypeError, "config.attn_res_block_size: found 2.0"),
+        ("rms_norm_eps", "1e-5", TypeError, "config.rms_norm_eps: found '1e-5', expected a finite number"),
+    ],
+)
+def test_a_kimi_k3_configuration_is_checked(field, value, error, message):
+    config = {"hidden_size": 8, "num_hidden_layers": 4, "attn_res_block_size": 2, "rms_norm_eps": 1e-5}
+    with pytest.raises(error, match=message):
+        attn_res_from_config(config | {field: value})
 
 
 def test_importing_the_modules_needs_neither_triton_nor_transformers():

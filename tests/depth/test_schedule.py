@@ -230,7 +230,7 @@ def test_traffic_follows_the_two_phase_formulas():
         (lambda: Schedule.at(8, (0, 4, 4)), r"nearest legal is \(0, 4\)"),
         (lambda: Schedule.at(8, (0, 8)), "less than sublayers = 8"),
         (lambda: Schedule.full_attention(8, 0), "group: found 0"),
-        (lambda: sublayers_from_layers(0), "expected both >= 1"),
+        (lambda: sublayers_from_layers(0), "layers: found 0, expected at least 1"),
         (lambda: layers_from_sublayers(7), "nearest is 6"),
         (lambda: Schedule(0, (0,)), "sublayers: found 0"),
     ],

@@ -4,12 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from tilewise.depth import autograd, reference
-from tilewise.depth.checks import check_matrix, check_same, check_sources, check_vector
-from tilewise.depth.ops import check_call, fold
-from tilewise.depth.reference import fold_queries
+from tilewise.depth.checks import (
+    check_matrix,
+    check_same,
+    check_sources,
+    check_statistics,
+    check_stream,
+    check_update,
+    check_vector,
+)
+from tilewise.depth.ops import check_call, fold, narrowed
 
 __all__ = [
     "complete",
@@ -29,6 +37,30 @@ Sources = Sequence[Tensor] | Tensor
 
 def _list(sources: Sources) -> Sequence[Tensor]:
     return sources.unbind(0) if isinstance(sources, Tensor) else sources
+
+
+def _check_weights(d: int, device: torch.device, query: Tensor, **weights: Tensor | None) -> None:
+    check_vector("query", query, d, device, optional=False)
+    for name, weight in weights.items():
+        check_vector(name, weight, d, device)
+
+
+def _check_queries(d: int, device: torch.device, queries: Tensor, key_weights: Tensor | None) -> None:
+    check_matrix("queries", queries, d, device, optional=False)
+    check_matrix("key_weights", key_weights, d, device, queries.shape[0])
+
+
+def fold_queries(queries: Tensor, key_weights: Tensor | None = None) -> Tensor:
+    """w * g `[..., d]`, in fp32, or in fp64 where one of them is: the only query that the scores ever see.
+
+    Raises:
+        TypeError: no tensors of floats.
+        ValueError: shapes or devices that differ.
+    """
+    shape, _, device = check_stream("queries", queries)
+    if key_weights is not None:
+        check_update(key_weights, shape, device, "key_weights")
+    return reference.fold_queries(queries, key_weights)
 
 
 def mix(sources: Sources, query: Tensor, key_weight: Tensor | None = None, *, eps: float = 1e-6, impl="auto") -> Tensor:
@@ -64,8 +96,7 @@ def mix(sources: Sources, query: Tensor, key_weight: Tensor | None = None, *, ep
     """
     shape, dtype, device = check_sources(sources)
     check_call(impl, sources[0], eps=eps)
-    check_vector("query", query, shape[-1], device)
-    check_vector("key_weight", key_weight, shape[-1], device)
+    _check_weights(shape[-1], device, query, key_weight=key_weight)
     if impl == "reference":
         return reference.mix(sources, query, key_weight, eps=eps)
     q = fold(query, key_weight, dtype)
@@ -104,12 +135,11 @@ def mix_norm(
     """
     shape, dtype, device = check_sources(sources)
     check_call(impl, sources[0], eps=eps, output_eps=output_eps)
-    for name, x in (("query", query), ("key_weight", key_weight), ("output_weight", output_weight)):
-        check_vector(name, x, shape[-1], device)
+    _check_weights(shape[-1], device, query, key_weight=key_weight, output_weight=output_weight)
     if impl == "reference":
         return reference.mix_norm(sources, query, key_weight, output_weight, eps=eps, output_eps=output_eps)
     q, output_eps = fold(query, key_weight, dtype), eps if output_eps is None else output_eps
-    return autograd.Mix.apply(eps, output_eps, impl, None, None, q, output_weight, *_list(sources))[1]
+    return autograd.Mix.apply(eps, output_eps, impl, None, None, q, narrowed(output_weight, dtype), *_list(sources))[1]
 
 
 def mix_update(
@@ -154,14 +184,13 @@ def mix_update(
     check_same("update", update, shape, dtype, device)
     if prefix is not None:
         check_same("prefix", prefix, shape, dtype, device)
-    for name, x in (("query", query), ("key_weight", key_weight), ("output_weight", output_weight)):
-        check_vector(name, x, shape[-1], device)
+    _check_weights(shape[-1], device, query, key_weight=key_weight, output_weight=output_weight)
     if impl == "reference":
         return reference.mix_update(
             update, prefix, sources, query, key_weight, output_weight, eps=eps, output_eps=output_eps
         )
     q, output_eps = fold(query, key_weight, dtype), eps if output_eps is None else output_eps
-    return autograd.Mix.apply(eps, output_eps, impl, update, prefix, q, output_weight, *_list(sources))
+    return autograd.Mix.apply(eps, output_eps, impl, update, prefix, q, narrowed(output_weight, dtype), *_list(sources))
 
 
 def scores(
@@ -185,8 +214,7 @@ def scores(
     """
     shape, dtype, device = check_sources(sources)
     check_call(impl, sources[0], eps=eps)
-    check_matrix("queries", queries, shape[-1], device)
-    check_matrix("key_weights", key_weights, shape[-1], device, queries.shape[0])
+    _check_queries(shape[-1], device, queries, key_weights)
     if impl == "reference":
         return reference.scores(sources, queries, key_weights, eps=eps)
     return autograd.Scores.apply(eps, impl, fold(queries, key_weights, dtype, own=True), *_list(sources))
@@ -217,11 +245,10 @@ def complete(
     Raises:
         TypeError, ValueError: as in :func:`mix`.
     """
-    shape, dtype, device = check_sources([update])
+    shape, dtype, device = check_stream("update", update)
     check_call(impl, update, eps=eps)
     check_same("prefix", prefix, shape, dtype, device)
-    check_matrix("queries", queries, shape[-1], device)
-    check_matrix("key_weights", key_weights, shape[-1], device, queries.shape[0])
+    _check_queries(shape[-1], device, queries, key_weights)
     if impl == "reference":
         return reference.complete(update, prefix, queries, key_weights, eps=eps)
     return autograd.Complete.apply(eps, impl, fold(queries, key_weights, dtype, own=True), update, prefix)
@@ -236,13 +263,10 @@ def phase1_from_scores(sources: Sources, s: Tensor, *, impl="auto") -> tuple[Ten
     Raises:
         TypeError, ValueError: as in :func:`mix`.
     """
-    shape, _, device = check_sources(sources)
+    shape, dtype, device = check_sources(sources)
     check_call(impl, sources[0])
-    n = len(sources)
-    if s.ndim < 2 or s.shape[1] != n or s.shape[2:] != shape[:-1] or s.device != device:
-        raise ValueError(
-            f"s: found {tuple(s.shape)} on {s.device}, expected [S, {n}, {', '.join(map(str, shape[:-1]))}]"
-        )
+    rows = s.shape[0] if isinstance(s, Tensor) and s.ndim else 1
+    check_statistics("s", s, (rows, len(sources), *shape[:-1]), dtype, device)
     if impl == "reference":
         return reference.phase1_from_scores(sources, s)
     return autograd.Combine.apply(impl, s, *_list(sources))
@@ -279,8 +303,7 @@ def phase1(
     """
     shape, dtype, device = check_sources(sources)
     check_call(impl, sources[0], eps=eps)
-    check_matrix("queries", queries, shape[-1], device)
-    check_matrix("key_weights", key_weights, shape[-1], device, queries.shape[0])
+    _check_queries(shape[-1], device, queries, key_weights)
     if impl == "reference":
         return reference.phase1(sources, queries, key_weights, eps=eps)
     return autograd.Phase1.apply(eps, impl, fold(queries, key_weights, dtype, own=True), *_list(sources))
@@ -334,20 +357,18 @@ def phase2(
         >>> y.shape
         torch.Size([5, 64])
     """
-    shape, dtype, device = check_sources([update])
+    shape, dtype, device = check_stream("update", update)
     check_call(impl, update, eps=eps, output_eps=output_eps)
-    for name, x in (("prefix", prefix), ("o1", o1)):
-        if x is not None:
-            check_same(name, x, shape, dtype, device)
-    if lse.shape != shape[:-1] or lse.device != device:
-        raise ValueError(f"lse: found {tuple(lse.shape)} on {lse.device}, expected {tuple(shape[:-1])} on {device}")
-    for name, x in (("query", query), ("key_weight", key_weight), ("output_weight", output_weight)):
-        check_vector(name, x, shape[-1], device)
+    if prefix is not None:
+        check_same("prefix", prefix, shape, dtype, device)
+    check_same("o1", o1, shape, dtype, device)
+    check_statistics("lse", lse, shape[:-1], dtype, device)
+    _check_weights(shape[-1], device, query, key_weight=key_weight, output_weight=output_weight)
     if impl == "reference":
         weights = query, key_weight, output_weight
         return reference.phase2(update, prefix, o1, lse, *weights, eps=eps, output_eps=output_eps)
     q, output_eps = fold(query, key_weight, dtype), eps if output_eps is None else output_eps
-    return autograd.Phase2.apply(eps, output_eps, impl, update, prefix, o1, lse, q, output_weight)
+    return autograd.Phase2.apply(eps, output_eps, impl, update, prefix, o1, lse, q, narrowed(output_weight, dtype))
 
 
 def phase2_first(o1: Tensor, output_weight: Tensor | None = None, *, output_eps: float = 1e-6, impl="auto") -> Tensor:
@@ -365,9 +386,10 @@ def phase2_first(o1: Tensor, output_weight: Tensor | None = None, *, output_eps:
     Raises:
         TypeError, ValueError: as in :func:`mix`.
     """
-    shape, _, device = check_sources([o1])
+    shape, dtype, device = check_stream("o1", o1)
     check_call(impl, o1, output_eps=output_eps)
     check_vector("output_weight", output_weight, shape[-1], device)
     if impl == "reference":
         return reference.phase2_first(o1, output_weight, output_eps=output_eps)
-    return autograd.Phase2.apply(output_eps, output_eps, impl, None, None, o1, None, None, output_weight)[1]
+    weight = narrowed(output_weight, dtype)
+    return autograd.Phase2.apply(output_eps, output_eps, impl, None, None, o1, None, None, weight)[1]

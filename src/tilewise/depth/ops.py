@@ -17,7 +17,7 @@ from tilewise.depth import eager
 from tilewise.depth.checks import check_eps, check_impl
 from tilewise.depth.reference import fold_queries
 
-__all__ = ["backend", "check_call", "fold", "owned", "triton_reasons"]
+__all__ = ["backend", "check_call", "fold", "narrowed", "owned", "triton_reasons"]
 
 MAX_WIDTH = 16384
 _lib = torch.library.Library("tilewise", "FRAGMENT")
@@ -55,6 +55,12 @@ def fold(query: Tensor, key_weight: Tensor | None, dtype: torch.dtype, own: bool
         query = query.clone()
     # The kernels read queries by rows.
     return fold_queries(query, key_weight).to(torch.float64 if dtype == torch.float64 else torch.float32).contiguous()
+
+
+def narrowed(weight: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """The weight of a norm as the operators take it: in fp64 beside sources in fp64 only."""
+    wide = weight is not None and weight.dtype == torch.float64 and dtype != torch.float64
+    return weight.float() if wide else weight
 
 
 def backend(impl: str, x: Tensor) -> ModuleType:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from tilewise.depth.checks import FLOATS, check_int, check_kind
 from tilewise.depth.schedule import Schedule
 
 __all__ = ["MemoryPlan", "memory_table", "plan_memory"]
@@ -82,7 +83,7 @@ def plan_memory(
         chunk: tokens of a prefill chunk, over all devices.
 
     Raises:
-        TypeError: a size that is no integer.
+        TypeError: a size that is no integer, a schedule that is none, or a dtype that is no float.
         ValueError: neither or both of schedule and blocks, or a size below 1.
 
     Example:
@@ -93,10 +94,11 @@ def plan_memory(
     if (schedule is None) == (blocks is None):
         raise ValueError("schedule, blocks: expected exactly one of them")
     for name, value in (("tokens", tokens), ("d", d), ("blocks", blocks), ("shards", shards), ("chunk", chunk)):
-        if value is not None and not isinstance(value, int):
-            raise TypeError(f"{name}: found {value!r}, expected an integer")
-        if value is not None and value < 1:
-            raise ValueError(f"{name}: found {value}, expected at least 1")
+        if value is not None or name in ("tokens", "d", "shards"):
+            check_int(name, value, 1)
+    check_kind("schedule", schedule, (Schedule, type(None)), "a Schedule")
+    if dtype not in FLOATS:
+        raise TypeError(f"dtype: found {dtype!r}, expected one of {', '.join(map(str, FLOATS))}")
     step = tokens if chunk is None else min(tokens, chunk)
     resident = -(-step // shards)
     vector = d * dtype.itemsize
@@ -118,11 +120,17 @@ def plan_memory(
 def memory_table(plans: Sequence[MemoryPlan]) -> str:
     """The plans as an aligned text table.
 
+    Raises:
+        TypeError: no list of plans.
+
     Example:
         >>> print(memory_table([plan_memory(1024, 64, blocks=8)]))
         tokens  sources  chunk  devices  bank GB  phase 1 GB  running GB  total GB
           1024        8      -        1     0.00        0.00        0.00      0.00
     """
+    check_kind("plans", plans, (list, tuple), "a list or tuple of MemoryPlan")
+    for n, plan in enumerate(plans):
+        check_kind(f"plans[{n}]", plan, MemoryPlan, "a MemoryPlan")
     rows = [plan.row() for plan in plans]
     if not rows:
         return ""

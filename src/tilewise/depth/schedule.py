@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import isqrt
 
+from tilewise.depth.checks import check_int, check_kind
+
 __all__ = ["Schedule", "Visit", "layers_from_sublayers", "sublayers_from_layers"]
 
 
@@ -16,14 +18,15 @@ def sublayers_from_layers(layers: int, per_layer: int = 2) -> int:
     this package count sublayers.
 
     Raises:
+        TypeError: a size that is no integer.
         ValueError: a size that is not positive.
 
     Example:
         >>> sublayers_from_layers(12)
         24
     """
-    if layers < 1 or per_layer < 1:
-        raise ValueError(f"layers, per_layer: found {layers}, {per_layer}, expected both >= 1")
+    check_int("layers", layers, 1)
+    check_int("per_layer", per_layer, 1)
     return layers * per_layer
 
 
@@ -31,13 +34,16 @@ def layers_from_sublayers(sublayers: int, per_layer: int = 2) -> int:
     """Block size in decoder layers from a block size in sublayers.
 
     Raises:
+        TypeError: a size that is no integer.
         ValueError: the size is no multiple of `per_layer`: such a boundary falls inside a decoder layer.
 
     Example:
         >>> layers_from_sublayers(24)
         12
     """
-    if sublayers < 1 or sublayers % per_layer:
+    check_int("per_layer", per_layer, 1)
+    check_int("sublayers", sublayers, 1)
+    if sublayers % per_layer:
         lower = max(per_layer, sublayers - sublayers % per_layer)
         raise ValueError(
             f"sublayers: found {sublayers}, expected a positive multiple of {per_layer}; nearest is {lower}"
@@ -106,16 +112,14 @@ class Schedule:
     max_queries: int | None = None
 
     def __post_init__(self) -> None:
-        whole = {"sublayers": self.sublayers, "one_pass_sources": self.one_pass_sources}
-        whole |= {f"starts[{n}]": start for n, start in enumerate(self.starts)}
-        whole |= {} if self.max_queries is None else {"max_queries": self.max_queries}
-        for name, value in whole.items():
-            if not isinstance(value, int) or isinstance(value, bool):
-                raise TypeError(f"{name}: found {value!r}, expected an integer")
-        if self.one_pass_sources < 0:
-            raise ValueError(f"one_pass_sources: found {self.one_pass_sources}, expected 0 (never one pass) or more")
-        if self.sublayers < 1:
-            raise ValueError(f"sublayers: found {self.sublayers}, expected at least 1")
+        check_int("sublayers", self.sublayers, 1)
+        check_int("one_pass_sources", self.one_pass_sources, 0, meaning=" (0: never one pass)")
+        check_kind("full", self.full, bool, "True or False")
+        check_kind("starts", self.starts, tuple, "a tuple of integers; Schedule.at takes any sequence")
+        for n, start in enumerate(self.starts):
+            check_int(f"starts[{n}]", start, 0)
+        if self.max_queries is not None:
+            check_int("max_queries", self.max_queries, 1)
         if not self.starts or self.starts[0] != 0:
             raise ValueError(f"starts: found {self.starts}, expected the first block to start at sublayer 0")
         if any(a >= b for a, b in zip(self.starts, self.starts[1:], strict=False)):
@@ -125,8 +129,8 @@ class Schedule:
             )
         if self.starts[-1] >= self.sublayers:
             raise ValueError(f"starts: found {self.starts[-1]}, expected less than sublayers = {self.sublayers}")
-        if self.max_queries is not None and (self.max_queries < 1 or self.full):
-            raise ValueError(f"max_queries: found {self.max_queries}, expected None for Full, or at least 1")
+        if self.max_queries is not None and self.full:
+            raise ValueError(f"max_queries: found {self.max_queries}, expected None for Full")
         # A read asks for its visit: 4 us of the host if it were worked out each time.
         object.__setattr__(self, "_visits", tuple(self._visit(l) for l in range(self.sublayers)))
 
@@ -137,8 +141,8 @@ class Schedule:
         Raises:
             ValueError: a size below 1.
         """
-        if size < 1:
-            raise ValueError(f"size: found {size}, expected at least 1 sublayer")
+        check_int("sublayers", sublayers, 1)
+        check_int("size", size, 1)
         return cls(sublayers, tuple(range(0, sublayers, size)), False, one_pass_sources, max_queries)
 
     @classmethod
@@ -146,6 +150,7 @@ class Schedule:
         cls, sublayers: int, starts: Sequence[int], *, one_pass_sources: int = 2, max_queries: int | None = None
     ) -> Schedule:
         """Blocks that start at the sublayers named, in any uneven division."""
+        check_kind("starts", starts, Sequence, "a sequence of integers")
         return cls(sublayers, tuple(starts), False, one_pass_sources, max_queries)
 
     @classmethod
@@ -159,9 +164,10 @@ class Schedule:
             group: sublayers that share a phase 1; None means round(sqrt(L)).
             one_pass_sources: the first group holds the embedding alone, so one pass over the group is the cheaper way.
         """
+        check_int("sublayers", sublayers, 1)
+        if group is not None:
+            check_int("group", group, 1)
         size = max(1, isqrt(4 * sublayers) + 1 >> 1) if group is None else group
-        if size < 1:
-            raise ValueError(f"group: found {group}, expected at least 1 sublayer")
         return cls(sublayers, tuple(range(0, sublayers, size)), True, one_pass_sources)
 
     @classmethod
@@ -172,6 +178,7 @@ class Schedule:
             >>> Schedule.kimi_k3().max_sources
             9
         """
+        check_int("attn_res_block_size", attn_res_block_size, 1)
         size = sublayers_from_layers(attn_res_block_size)
         return cls.block(sublayers_from_layers(layers), size, one_pass_sources=one_pass_sources)
 
@@ -184,8 +191,10 @@ class Schedule:
         """What sublayer l reads.
 
         Raises:
+            TypeError: l is no integer.
             IndexError: l outside [0, L).
         """
+        check_kind("sublayer", sublayer, int, "an integer")
         if not 0 <= sublayer < self.sublayers:
             raise IndexError(f"sublayer: found {sublayer}, expected 0 to {self.sublayers - 1}")
         return self._visits[sublayer]
@@ -204,6 +213,7 @@ class Schedule:
 
     def complete_before(self, sublayer: int) -> int:
         """Sources that exist, embedding included, once the sublayers before l have run; l may be L."""
+        check_int("sublayer", sublayer, 0, self.sublayers)
         if self.full:
             return sublayer + 1
         return 1 + sum(1 for s in (*self.starts[1:], self.sublayers) if s <= sublayer)

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from tilewise.depth import reference
-from tilewise.depth.checks import check_same, check_sources, check_vector
-from tilewise.depth.ops import check_call
+from tilewise.depth.checks import check_eps, check_int, check_same, check_stream, check_vector
+from tilewise.depth.ops import check_call, narrowed
 
 __all__ = ["fused_attn_res"]
 
@@ -60,23 +60,22 @@ def fused_attn_res(
         >>> fused_attn_res(p, torch.randn(3, 64), bank, one, torch.zeros(64), one, 2, -1, 1e-5, 1e-5).shape
         torch.Size([3, 64])
     """
+    shape, dtype, device = check_stream("prefix", prefix)
+    check_stream("blocks", blocks)
     if prefix.ndim != 2 or blocks.ndim != 3:
         raise ValueError(
             f"prefix, blocks: found {tuple(prefix.shape)} and {tuple(blocks.shape)}, expected [T, D] and [T, NB, D]"
         )
-    shape, dtype, device = check_sources([prefix])
-    check_call(impl, prefix, eps=eps, output_norm_eps=output_norm_eps)
+    check_call(impl, prefix, eps=eps)
+    check_eps("output_norm_eps", output_norm_eps)
     if delta is not None:
         check_same("delta", delta, shape, dtype, device)
     check_same("blocks", blocks, torch.Size((shape[0], blocks.shape[1], shape[1])), dtype, device)
-    for name, x in (("norm_weight", norm_weight), ("qk_weight", qk_weight), ("output_norm_weight", output_norm_weight)):
+    check_vector("qk_weight", qk_weight, shape[-1], device, optional=False)
+    for name, x in (("norm_weight", norm_weight), ("output_norm_weight", output_norm_weight)):
         check_vector(name, x, shape[-1], device)
-    if qk_weight is None:
-        raise TypeError("qk_weight: found None, expected a tensor [D]; a mean of the sources is torch.zeros(D)")
-    if not 0 <= num_blocks <= blocks.shape[1]:
-        raise ValueError(f"num_blocks: found {num_blocks}, expected 0 to {blocks.shape[1]}")
-    if not -1 <= block_write_idx < blocks.shape[1]:
-        raise ValueError(f"block_write_idx: found {block_write_idx}, expected -1 (no write) to {blocks.shape[1] - 1}")
+    check_int("num_blocks", num_blocks, 0, blocks.shape[1])
+    check_int("block_write_idx", block_write_idx, -1, blocks.shape[1] - 1, " (-1: no write)")
     if 0 <= block_write_idx < num_blocks:
         raise ValueError(
             f"block_write_idx: found {block_write_idx} with num_blocks = {num_blocks}; the block that is written is "
@@ -90,7 +89,7 @@ def fused_attn_res(
     if impl == "reference":
         return reference.fused_attn_res(*leaves, num_blocks, block_write_idx, eps, output_norm_eps)
     # Not folded here: that would be three launches a call, and a captured graph would not see weights that change.
-    weights = qk_weight, norm_weight, output_norm_weight
+    weights = (narrowed(x, dtype) for x in (qk_weight, norm_weight, output_norm_weight))
     return torch.ops.tilewise.depth_serve_(
         prefix, delta, blocks, *weights, num_blocks, block_write_idx, eps, output_norm_eps, impl
     )

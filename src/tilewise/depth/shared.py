@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from tilewise.depth.accumulators import Passes, Share, Sum, accumulators, flattened, shaped
-from tilewise.depth.checks import check_matrix, check_sources, check_update, check_vector
-from tilewise.depth.ops import backend, check_call, fold, owned
+from tilewise.depth.checks import check_kind, check_matrix, check_sources, check_stream, check_update, check_vector
+from tilewise.depth.ops import backend, check_call, fold, narrowed, owned
 from tilewise.depth.sources import Fixed
 from tilewise.once import graph_wanted, once
 
@@ -43,6 +43,7 @@ class SharedSource:
     """
 
     def __init__(self, value: Tensor) -> None:
+        check_stream("value", value)
         self.sum = Sum(flattened(value.detach()))
         self.value = Share.apply(self.sum, value)
 
@@ -72,6 +73,7 @@ class _SharedMix(torch.autograd.Function):
 
 
 def _shared(sources: Sequence[SharedSource]) -> list[SharedSource]:
+    check_kind("sources", sources, (list, tuple), "a list or tuple of SharedSource")
     for j, h in enumerate(sources):
         if not isinstance(h, SharedSource):
             raise TypeError(f"sources[{j}]: found {type(h).__name__}, expected SharedSource; wrap it: SharedSource(v)")
@@ -108,11 +110,12 @@ def mix_norm_shared(
     shape, dtype, device = check_sources(values)
     check_call(impl, values[0], eps=eps, output_eps=output_eps)
     for name, x in (("query", query), ("key_weight", key_weight), ("output_weight", output_weight)):
-        check_vector(name, x, shape[-1], device)
+        check_vector(name, x, shape[-1], device, optional=name != "query")
     run = backend("eager" if impl == "reference" else impl, values[0])
     output_eps = eps if output_eps is None else output_eps
     q = fold(query, key_weight, dtype)
-    return _SharedMix.apply([h.sum for h in holders], eps, output_eps, run, q, output_weight, *values)
+    w = narrowed(output_weight, dtype)
+    return _SharedMix.apply([h.sum for h in holders], eps, output_eps, run, q, w, *values)
 
 
 class BlockReads:
@@ -160,13 +163,15 @@ class BlockReads:
         values = [h.value for h in holders]
         shape, dtype, device = check_sources(values)
         check_call(impl, values[0], eps=eps, output_eps=output_eps)
-        check_matrix("queries", queries, shape[-1], device)
+        check_matrix("queries", queries, shape[-1], device, optional=False)
         check_matrix("key_weights", key_weights, shape[-1], device, queries.shape[0])
         check_matrix("output_weights", output_weights, shape[-1], device, queries.shape[0])
         run = backend("eager" if impl == "reference" else impl, values[0])
         q = fold(queries, key_weights, dtype, own=True)
         output_eps = eps if output_eps is None else output_eps
-        self._open(holders, q, q.detach(), output_weights, run, shape, eps, output_eps, 0 if save_o1 else 2)
+        self._open(
+            holders, q, q.detach(), narrowed(output_weights, dtype), run, shape, eps, output_eps, 0 if save_o1 else 2
+        )
 
     def _open(self, holders, q, flat, w, run, shape, eps, output_eps, pieces) -> None:
         sums = [h.sum for h in holders]
@@ -190,15 +195,16 @@ class BlockReads:
             TypeError: update or prefix is no tensor of the sources' dtype.
             ValueError: their shape differs from the sources', or i > 1 without a prefix.
         """
+        check_kind("i", i, int, "an integer")
         if not 1 <= i < self._block.size:
             raise IndexError(f"i: found {i}, expected 1 to {self._block.size - 1}; sublayer 0 is first()")
         if prefix is None and i > 1:
             raise ValueError(f"prefix: found None for sublayer {i}, expected the block's partial sum before it")
-        dtype = self._block.sources[0].dtype
+        source = self._block.sources[0]
         for name, x in (("update", update), ("prefix", update if prefix is None else prefix)):
-            check_update(x, self._block.shape, name)
-            if x.dtype != dtype:
-                raise TypeError(f"{name}: found dtype {x.dtype}, expected {dtype}, that of the sources")
+            check_update(x, self._block.shape, source.device, name)
+            if x.dtype != source.dtype:
+                raise TypeError(f"{name}: found dtype {x.dtype}, expected {source.dtype}, that of the sources")
         return _Read.apply(self._block, i, update, prefix, self._ticket)
 
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from tilewise.depth import stream as functional
-from tilewise.depth.checks import FLOATS, check_norms, check_update, check_weight
-from tilewise.depth.ops import backend, check_call, owned
+from tilewise.depth.checks import FLOATS, check_int, check_kind, check_norms, check_stream, check_update, check_vector
+from tilewise.depth.ops import backend, check_call, narrowed, owned
 from tilewise.depth.reference import fold_queries
 from tilewise.depth.schedule import Schedule, Visit
 from tilewise.depth.stream import Reads
@@ -66,8 +66,10 @@ class InferenceState:
         dtype: torch.dtype | None = None,
         overlap_tokens: int = 512,
     ) -> None:
-        if max_tokens < 1:
-            raise ValueError(f"max_tokens: found {max_tokens}, expected at least 1")
+        check_int("max_tokens", max_tokens, 1)
+        check_int("overlap_tokens", overlap_tokens, 0)
+        check_kind("schedule", schedule, Schedule, "a Schedule")
+        check_kind("reads", reads, Reads, "the reads of a module; pass module.reads()")
         if (reads.first, reads.last) != (0, schedule.sublayers):
             raise ValueError(
                 f"reads: found sublayers {reads.first} to {reads.last}, expected 0 to {schedule.sublayers}"
@@ -81,7 +83,7 @@ class InferenceState:
         device = reads.query.device if device is None else torch.device(device)
         dtype = reads.query.dtype if dtype is None else dtype
         if dtype not in FLOATS:
-            raise TypeError(f"dtype: found {dtype}, expected one of {', '.join(map(str, FLOATS))}")
+            raise TypeError(f"dtype: found {dtype!r}, expected one of {', '.join(map(str, FLOATS))}")
         slots, d = schedule.sublayers if schedule.full else len(schedule.starts), reads.query.shape[-1]
         self.bank = torch.zeros(slots, max_tokens, d, device=device, dtype=dtype)
         check_call(reads.impl, self.bank)
@@ -113,6 +115,7 @@ class InferenceState:
 
     def chunks(self, tokens: int) -> Iterator[slice]:
         """Slices of at most `max_tokens` tokens that cover a prompt: chunked prefill."""
+        check_int("tokens", tokens, 0)
         for start in range(0, tokens, self.max_tokens):
             yield slice(start, min(start + self.max_tokens, tokens))
 
@@ -144,7 +147,8 @@ class InferenceState:
             TypeError: norms that are no sequence of tensors.
             ValueError: more tokens than the bank holds, another dtype or device, or norms that are not L weights `[d]`.
         """
-        check_norms(norms, self.schedule.sublayers, self.bank.shape[-1])
+        check_stream("embedding", embedding)
+        check_norms(norms, self.schedule.sublayers, self.bank.shape[-1], self.bank.device)
         if embedding.dtype != self.bank.dtype or embedding.device != self.bank.device:
             raise ValueError(
                 f"embedding: found {embedding.dtype} on {embedding.device}, expected {self.bank.dtype} on "
@@ -197,8 +201,7 @@ class InferenceStream:
             f"read({sublayer})",
             sublayer == self.position < self._owner.schedule.sublayers and (sublayer == 0 or self._update is not None),
         )
-        norm_weight = functional.chosen_norm(self._norms, sublayer, norm_weight)
-        self._check_weight(norm_weight)
+        norm_weight = self._weight(functional.chosen_norm(self._norms, sublayer, norm_weight))
         self.position += 1
         if sublayer == 0:
             y = self._first(self._slot(0), norm_weight)
@@ -218,7 +221,7 @@ class InferenceStream:
             ValueError: l is not the sublayer read last, a later step has begun, or the shape differs.
         """
         self._check(f"write({sublayer})", sublayer == self.position - 1 and self._update is None)
-        check_update(update, self._shape)
+        check_update(update, self._shape, self._owner.bank.device)
         self._update = update.to(self._owner.bank.dtype).reshape(self._tokens, self._shape[-1])
 
     @torch.no_grad()
@@ -230,7 +233,7 @@ class InferenceStream:
             ValueError: sublayers remain, a later step has begun, or the weight is not `[d]`.
         """
         self._check("output()", self.position == self._owner.schedule.sublayers and self._update is not None)
-        self._check_weight(norm_weight)
+        norm_weight = self._weight(norm_weight)
         owner, row = self._owner, len(self._owner.q) - 1
         if owner.schedule.full:
             self._keep(row)
@@ -384,16 +387,13 @@ class InferenceStream:
         if self._step != self._owner.steps:
             raise ValueError(f"stream: found {call} on step {self._step}, expected the newest, {self._owner.steps}")
         if not legal:
-            done = self.position - (self._update is None and self.position > 0)
-            last = self._owner.schedule.sublayers
-            hint = f", expected output(): all {last} are written" if done == last else ""
-            raise ValueError(f"sublayer: found {call} after {done} written and {self.position} read sublayers{hint}")
+            half, last = self._update is None and self.position > 0, self._owner.schedule.sublayers
+            found = f"{call} after {self.position - half} written and {self.position} read sublayers"
+            end = f"output(): all {last} are written" if self.position == last else f"read({self.position})"
+            expected = f"write({self.position - 1}, ...)" if half else end
+            raise ValueError(f"sublayer: found {found}, expected {expected}")
 
-    def _check_weight(self, weight: Tensor | None) -> None:
-        d = self._shape[-1]
-        check_weight("norm_weight", weight)
-        if weight is not None and (weight.shape != (d,) or weight.device != self._owner.bank.device):
-            raise ValueError(
-                f"norm_weight: found {tuple(weight.shape)} on {weight.device}, expected [{d}] on "
-                f"{self._owner.bank.device}"
-            )
+    def _weight(self, weight: Tensor | None) -> Tensor | None:
+        bank = self._owner.bank
+        check_vector("norm_weight", weight, bank.shape[-1], bank.device)
+        return narrowed(weight, bank.dtype)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tilewise.depth.checks import check_update, check_weight
+from tilewise.depth.checks import check_stream, check_update, check_weight
 from tilewise.depth.functional import (
     mix_norm,
     mix_update,
@@ -37,6 +37,7 @@ class State(NamedTuple):
         o1, lse: phase 1 of the sublayers that remain in the group, by sublayer; empty in one-pass groups.
         scores: Full only: for each source born in this group, its scores `[queries, ...]` against the group's later
             sublayers.
+        steps: reads and writes so far, two a sublayer; None where that is not known (a state put together by hand).
     """
 
     sources: tuple[Tensor, ...]
@@ -45,6 +46,7 @@ class State(NamedTuple):
     o1: tuple[Tensor, ...] = ()
     lse: tuple[Tensor, ...] = ()
     scores: tuple[Tensor, ...] = ()
+    steps: int | None = None
 
 
 class Reads(NamedTuple):
@@ -102,8 +104,14 @@ def chosen_norm(norms: Sequence[Tensor] | None, sublayer: int, weight: Tensor | 
 
 
 def begin(embedding: Tensor) -> State:
-    """The stream before the first sublayer: b_0 is the embedding."""
-    return State((embedding,))
+    """The stream before the first sublayer: b_0 is the embedding.
+
+    Raises:
+        TypeError: an embedding that is no tensor of a float dtype.
+        ValueError: an embedding that is not `[..., d]`.
+    """
+    check_stream("embedding", embedding)
+    return State((embedding,), steps=0)
 
 
 def write(state: State, update: Tensor) -> State:
@@ -113,10 +121,11 @@ def write(state: State, update: Tensor) -> State:
         TypeError: an update that is no tensor of a float dtype.
         ValueError: an update that is waiting already, or of another shape than the stream.
     """
-    if state.update is not None:
+    if state.update is not None or (state.steps is not None and not state.steps % 2):
         raise ValueError("update: found a second write before a read, expected read and write to alternate")
-    check_update(update, state.sources[0].shape)
-    return state._replace(update=update.to(state.sources[0].dtype))
+    like = state.sources[0]
+    check_update(update, like.shape, like.device)
+    return state._replace(update=update.to(like.dtype), steps=None if state.steps is None else state.steps + 1)
 
 
 def total(number: int, prefix: Tensor | None, update: Tensor | None) -> Tensor:
@@ -153,10 +162,19 @@ def read(
         (input of sublayer l, state).
 
     Raises:
-        ValueError: nothing was written since the read of sublayer l - 1.
+        ValueError: l is not the sublayer that the state stands before, or nothing was written since the read of l - 1.
         IndexError: l outside [0, L).
     """
     visit = schedule.visit(sublayer)
+    if state.steps is not None and state.steps != 2 * sublayer:
+        expected = f"{'write' if state.steps % 2 else 'read'}({state.steps // 2})"
+        raise ValueError(f"sublayer: found read({sublayer}), expected {expected}, where the state stands")
+    y, state = _read(state, schedule, visit, reads, norm_weight, complete)
+    return y, state._replace(steps=2 * sublayer + 1)
+
+
+def _read(state: State, schedule: Schedule, visit: Visit, reads: Reads, norm_weight: Tensor | None, complete):
+    sublayer = visit.sublayer
     if sublayer and state.update is None and state.prefix is None:
         raise ValueError(f"sublayer: found a read of {sublayer} before the write of {sublayer - 1}")
     if sublayer == 0:
@@ -235,7 +253,12 @@ def output(state: State, reads: Reads, norm_weight: Tensor | None) -> Tensor:
         state: the stream after the last sublayer.
         reads: their last row holds the output query.
         norm_weight: weight of the model's final norm, or None.
+
+    Raises:
+        ValueError: sublayers remain.
     """
+    if state.steps is not None and state.steps != 2 * reads.last:
+        raise ValueError(f"output: found {state.steps // 2} of {reads.last} sublayers written, expected all")
     query, key_weight = reads.row(reads.last)
     options = {"eps": reads.eps, "output_eps": reads.output_eps, "impl": reads.impl}
     if state.update is None and state.prefix is None:

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tilewise.depth.checks import FLOATS, check_eps, check_int, check_kind
 from tilewise.depth.reference import wide
 
 from .residual import Residual
@@ -49,6 +50,9 @@ class DecoderConfig:
     tied: bool = True
 
     def __post_init__(self) -> None:
+        for name in ("vocab", "d", "layers", "heads", "kv_heads", "hidden", "block"):
+            check_int(name, getattr(self, name), 1)
+        check_eps("eps", self.eps)
         if self.d % self.heads or (self.d // self.heads) % 2:
             raise ValueError(f"d, heads: found {self.d}, {self.heads}, expected an even d / heads")
         if self.heads % self.kv_heads:
@@ -62,23 +66,62 @@ class KVCache:
         config: the model's sizes.
         batch, length: sequences, and tokens of each that fit.
         device, dtype: of the cache.
+
+    Raises:
+        TypeError: no configuration, a size that is no integer, or a dtype that is no float.
+        ValueError: a size below 1.
     """
 
     def __init__(self, config: DecoderConfig, batch: int, length: int, device=None, dtype=None) -> None:
+        check_kind("config", config, DecoderConfig, "a DecoderConfig")
+        check_int("batch", batch, 1)
+        check_int("length", length, 1)
+        if dtype is not None and dtype not in FLOATS:
+            raise TypeError(f"dtype: found {dtype!r}, expected one of {', '.join(map(str, FLOATS))}")
         shape = (config.layers, batch, config.kv_heads, length, config.d // config.heads)
         self.keys = torch.zeros(shape, device=device, dtype=dtype)
         self.values = torch.zeros(shape, device=device, dtype=dtype)
-        self.length = 0
+        self._length = self._written = 0
+
+    @property
+    def length(self) -> int:
+        """Tokens that the next call takes as done. May be set back, never beyond what is written.
+
+        Raises:
+            TypeError: set to what is no integer.
+            ValueError: set to less than 0, or to more than the tokens written.
+        """
+        return self._length
+
+    @length.setter
+    def length(self, value: int) -> None:
+        check_int("length", value, 0, self._written, ", the tokens written so far")
+        self._length = value
+
+    def advance(self, tokens: int) -> None:
+        """Take `tokens` more as done: all layers have stored them."""
+        self._length += tokens
+        self._written = self._length
 
     def store(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Append to one layer and return its keys and values so far; `length` moves when the whole step is done.
 
         Raises:
-            ValueError: the cache is full.
+            ValueError: the cache is full, or of another shape, dtype or device than keys and values.
         """
         end = self.length + k.shape[2]
         if end > self.keys.shape[3]:
             raise ValueError(f"cache: found {end} tokens, expected at most {self.keys.shape[3]}")
+        own = self.keys[layer]
+        legal = (*own.shape[:2], k.shape[2], own.shape[3])
+        for name, x in (("k", k), ("v", v)):
+            # Autocast's products are narrower than the cache, and attention takes both.
+            same = x.dtype == own.dtype or torch.is_autocast_enabled(x.device.type)
+            if x.shape != legal or not same or x.device != own.device:
+                raise ValueError(
+                    f"cache: found {name} {tuple(x.shape)} {x.dtype} on {x.device}, expected {legal} {own.dtype} on "
+                    f"{own.device}, as the cache was made"
+                )
         self.keys[layer, :, :, self.length : end] = k
         self.values[layer, :, :, self.length : end] = v
         return self.keys[layer, :, :, :end], self.values[layer, :, :, :end]
@@ -211,15 +254,24 @@ class Decoder(nn.Module):
             recompute: activation checkpointing, one decoder layer at a time; for training, so without a cache.
 
         Raises:
-            ValueError: `recompute` with a cache, which a second run of a layer would write again, or a cache of another
-                batch.
+            TypeError: tokens that are no integers, or a cache that is none.
+            ValueError: tokens that are not `[B, T]`, a cache of another batch or number of layers, or `recompute` with
+                a cache, which a second run of a layer would write again.
         """
+        check_kind("tokens", tokens, Tensor, "a tensor [B, T] of integers")
+        if tokens.dtype not in (torch.int32, torch.int64):
+            raise TypeError(f"tokens: found {tokens.dtype}, expected torch.int64 or torch.int32")
+        if tokens.ndim != 2:
+            raise ValueError(f"tokens: found {tuple(tokens.shape)}, expected [B, T]")
+        check_kind("cache", cache, (KVCache, type(None)), "a KVCache or None")
         if cache is not None and recompute:
             raise ValueError("recompute: found True with a cache, expected one of the two; pass recompute=False")
         if cache is not None and tokens.shape[0] != cache.keys.shape[1]:
             raise ValueError(
                 f"tokens: found {tokens.shape[0]} sequences, expected {cache.keys.shape[1]}, the cache's batch"
             )
+        if cache is not None and cache.keys.shape[0] != len(self.layers):
+            raise ValueError(f"cache: found {cache.keys.shape[0]} layers, expected {len(self.layers)}")
         start = 0 if cache is None else cache.length
         positions = torch.arange(start, start + tokens.shape[1], device=tokens.device)
         angles = rope(positions, self.config.d // self.config.heads, self.config.rope_theta)
@@ -232,7 +284,7 @@ class Decoder(nn.Module):
             else:
                 layer(stream, angles, attend, cache)
         if cache is not None:
-            cache.length += tokens.shape[1]
+            cache.advance(tokens.shape[1])
         return self.head(stream.output(self.norm))
 
     def loss(self, tokens: Tensor, **options) -> Tensor:

@@ -6,7 +6,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from tilewise.depth.checks import check_int, check_kind
 from tilewise.depth.parallel import DepthStage, PipelinePlan, SourceCache
+from tilewise.depth.parallel.tensor import chosen_group
 
 from .decoder import Decoder, rope
 from .residual import AttnRes
@@ -24,9 +26,11 @@ def tensor_parallel(model: Decoder, group: dist.ProcessGroup | None = None) -> D
     whole on every rank.
 
     Raises:
-        ValueError: kv_heads or hidden is no multiple of the group's size.
+        TypeError: no Decoder.
+        ValueError: no group, or kv_heads or hidden is no multiple of the group's size.
     """
-    group = dist.group.WORLD if group is None else group
+    check_kind("model", model, Decoder, "a Decoder")
+    group = chosen_group(group)
     ranks, rank, config = group.size(), group.rank(), model.config
     for name in ("kv_heads", "hidden"):
         if getattr(config, name) % ranks:
@@ -74,8 +78,12 @@ def decoder_stage(model: Decoder, plan: PipelinePlan, index: int, cache: SourceC
         cache: the rank's.
 
     Raises:
+        TypeError: no Decoder, plan or cache.
         ValueError: a standard residual, tied embeddings, another schedule, or a bound inside a decoder layer.
     """
+    check_kind("model", model, Decoder, "a Decoder")
+    check_kind("plan", plan, PipelinePlan, "a PipelinePlan")
+    check_int("index", index, 0, plan.stages - 1)
     if not isinstance(model.residual, AttnRes) or model.residual.schedule != plan.schedule:
         raise ValueError("plan: found another schedule than the model's residual has, expected the same")
     if model.config.tied:

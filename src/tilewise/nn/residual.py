@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from tilewise.depth import stream as functional
-from tilewise.depth.checks import check_eps, check_impl, check_norms
+from tilewise.depth.checks import FLOATS, check_eps, check_impl, check_int, check_kind, check_norms
 from tilewise.depth.schedule import Schedule
 from tilewise.depth.stream import Reads, State
 
@@ -36,6 +36,7 @@ class AttnRes(nn.Module):
         device, dtype: of the parameters.
 
     Raises:
+        TypeError: a schedule that is none, a number or a span that is none, or a dtype that is no float.
         ValueError: a width below 1, an epsilon that is negative or not finite, a span outside the schedule, or an
             unknown implementation.
 
@@ -64,12 +65,15 @@ class AttnRes(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        first, last = (0, schedule.sublayers) if span is None else span
+        check_int("d", d, 1)
+        check_kind("schedule", schedule, Schedule, "a Schedule, such as Schedule.block(sublayers, 8)")
+        first, last = (0, schedule.sublayers) if span is None else _span(span)
         if not 0 <= first < last <= schedule.sublayers:
             raise ValueError(f"span: found {span}, expected 0 <= first < last <= {schedule.sublayers}")
-        if d < 1:
-            raise ValueError(f"d: found {d}, expected at least 1")
         check_impl(impl)
+        check_kind("save_o1", save_o1, bool, "True or False")
+        if dtype is not None and dtype not in FLOATS:
+            raise TypeError(f"dtype: found {dtype!r}, expected one of {', '.join(map(str, FLOATS))}")
         self.d, self.schedule, self.span, self.impl = d, schedule, (first, last), impl
         self.eps, self.output_eps = eps, eps if output_eps is None else output_eps
         self.save_o1 = save_o1
@@ -115,7 +119,7 @@ class AttnRes(nn.Module):
 
         Args:
             embedding: `[..., d]`, or `stream.state`. Kept, not copied: leave it as it is during the pass.
-            position: the sublayer to be read next; None means the first of the span.
+            position: the sublayer to be read next; None means where the state stands, or the first of the span.
             reads: the parameters in another form (sharded, shared between ranks); None means :meth:`reads`.
             norms: the weights `[d]` of all L sublayers' input norms, if they are known now; `read(l)` then returns the
                 normalised input. In eager training of a Block schedule the reads of a block share their gradients: one
@@ -123,15 +127,18 @@ class AttnRes(nn.Module):
                 function and its gradients are the same.
 
         Raises:
-            TypeError: norms that are no sequence of tensors.
-            ValueError: a width other than d, or norms that are not L weights `[d]`.
+            TypeError: an embedding that is neither a tensor of floats nor a state, or norms that are no sequence of
+                tensors.
+            ValueError: a width other than d, norms that are not L weights `[d]`, or a position that is not the state's.
         """
-        state = embedding if isinstance(embedding, tuple) else functional.begin(embedding)
+        resumed = isinstance(embedding, State)
+        state = embedding if resumed else functional.begin(embedding)
         if state.sources[0].shape[-1] != self.d:
             raise ValueError(f"embedding: found width {state.sources[0].shape[-1]}, expected {self.d}")
         reads = self.reads() if reads is None else reads
-        check_norms(norms, self.schedule.sublayers, self.d)
-        whole = position is None and len(state.sources) == 1 and self.span == (0, self.schedule.sublayers)
+        check_kind("reads", reads, Reads, "the reads of a module; pass module.reads()")
+        check_norms(norms, self.schedule.sublayers, self.d, state.sources[0].device)
+        whole = position is None and not resumed and self.span == (0, self.schedule.sublayers)
         eager = torch.is_grad_enabled() and not torch.compiler.is_compiling()
         if norms is not None and whole and eager and not self.schedule.full:
             return SharedStream(self.schedule, reads, embedding, norms, self.save_o1)
@@ -147,11 +154,18 @@ class AttnRes(nn.Module):
         return f"d={self.d}, {kind}, sublayers={self.span}, starts={self.schedule.starts}"
 
 
+def _span(span: tuple[int, int]) -> tuple[int, int]:
+    if not isinstance(span, (tuple, list)) or len(span) != 2 or not all(isinstance(x, int) for x in span):
+        raise TypeError(f"span: found {span!r}, expected two integers (first, last)")
+    return tuple(span)
+
+
 class StandardResidual(nn.Module):
     """The ordinary residual as a module without parameters; calling it gives a :class:`StandardStream`."""
 
     def __init__(self, sublayers: int, output_eps: float = 1e-6) -> None:
         super().__init__()
+        check_int("sublayers", sublayers, 1)
         check_eps("output_eps", output_eps)
         self.sublayers, self.output_eps = sublayers, output_eps
 
@@ -168,12 +182,16 @@ def Residual(d: int, sublayers: int, kind: str, block: int = 8, **options) -> nn
         sublayers: L; attention and MLP count one each.
         kind: `standard`, `block` or `full`.
         block: sublayers a block.
-        options: further arguments of :class:`AttnRes`; `standard` takes `output_eps` alone.
+        options: further arguments of :class:`AttnRes`; `standard` takes `output_eps` alone, or `eps` for it.
 
     Raises:
+        TypeError: an option that the kind does not take.
         ValueError: another kind.
     """
     if kind == "standard":
+        check_int("d", d, 1)
+        if unknown := set(options) - {"eps", "output_eps"}:
+            raise TypeError(f"options: found {', '.join(sorted(unknown))} for 'standard', expected output_eps alone")
         given = options.get("output_eps")
         return StandardResidual(sublayers, options.get("eps", 1e-6) if given is None else given)
     if kind == "block":

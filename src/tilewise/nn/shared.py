@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tilewise.depth.checks import check_update
-from tilewise.depth.ops import backend, check_call, fold
+from tilewise.depth.ops import backend, check_call, fold, narrowed
 from tilewise.depth.schedule import Schedule
 from tilewise.depth.shared import BlockReads, SharedSource, mix_norm_shared, reads_of_folded
 from tilewise.depth.stream import Reads, State, chosen_norm, total
@@ -38,7 +38,7 @@ class SharedStream:
         self.schedule, self.reads, self._save_o1 = schedule, reads, save_o1
         self._norms, self._order = norms, Order(0, schedule.sublayers)
         self._sources = [SharedSource(embedding)]
-        self._shape, self._dtype = embedding.shape, embedding.dtype
+        self._shape, self._dtype, self._device = embedding.shape, embedding.dtype, embedding.device
         check_call(reads.impl, embedding)
         self._run = backend("eager" if reads.impl == "reference" else reads.impl, embedding)
         # All queries are folded and split at once: a block's own would be twelve launches, forward and backward.
@@ -73,7 +73,7 @@ class SharedStream:
                 self._sources.append(SharedSource(total(len(self._sources), self._prefix, self._update)))
                 self._prefix = self._update = None
             n, reads = len(self._sources) - 1, self.reads
-            norms = torch.stack(tuple(self._norms[visit.start : visit.end]))
+            norms = narrowed(torch.stack(tuple(self._norms[visit.start : visit.end])), self._dtype)
             self._block = reads_of_folded(
                 self._sources, self._queries[n], self._flat[n], norms, self._run, self._shape, reads.eps,
                 reads.output_eps, visit.end == self.schedule.sublayers, self._save_o1,
@@ -94,7 +94,7 @@ class SharedStream:
             self._plain.write(sublayer, update)
             return
         self._order.check_write(sublayer)
-        check_update(update, self._shape)
+        check_update(update, self._shape, self._device)
         self._update = update.to(self._dtype)
         self._order.write(sublayer)
 
@@ -124,6 +124,7 @@ class SharedStream:
     def checkpoint(self, function: Callable[..., None], *args, **kwargs) -> None:
         """As :meth:`Stream.checkpoint`; from here on the pass is a plain stream."""
         if self._plain is None:
-            state = State(tuple(source.value for source in self._sources), self._prefix, self._update)
+            steps = 2 * self._order.next + (not self._order.reading)
+            state = State(tuple(source.value for source in self._sources), self._prefix, self._update, steps=steps)
             self._plain = Stream(self.schedule, self.reads, state, self._order.next, self._norms)
         self._plain.checkpoint(function, *args, **kwargs)

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from tilewise.depth import stream as functional
-from tilewise.depth.checks import check_norms, check_update, check_weight
+from tilewise.depth.checks import check_int, check_norms, check_stream, check_update, check_weight
 from tilewise.depth.reference import rms_norm
 from tilewise.depth.schedule import Schedule
 from tilewise.depth.stream import Reads, State
@@ -47,7 +47,7 @@ class Stream:
     ) -> None:
         self.schedule, self.reads, self.state, self._norms = schedule, reads, state, norms
         self.complete = functional.total
-        self._order = Order(reads.first if position is None else position, reads.last)
+        self._order = Order(_position(schedule, reads, state, position), reads.last)
 
     @property
     def position(self) -> int:
@@ -111,13 +111,32 @@ class Stream:
         self.state, self._order.next = checkpoint(run, self.state, *args, use_reentrant=False)
 
 
+def _position(schedule: Schedule, reads: Reads, state: State, position: int | None) -> int:
+    """The sublayer that is read next, which state, reads and what the caller says have to agree on."""
+    known, half = divmod(2 * (reads.first if position is None else position) if state.steps is None else state.steps, 2)
+    if half:
+        raise ValueError(f"state: found sublayer {known} read but not written, expected both")
+    if position is not None:
+        check_int("position", position, 0)
+    if position not in (None, known):
+        raise ValueError(f"position: found {position}, expected {known}, the sublayer that the state stands before")
+    check_int("position", known, reads.first, reads.last)
+    sources = 1 if known == 0 else known if schedule.full else schedule.visit(known - 1).sources
+    if len(state.sources) != sources:
+        raise ValueError(
+            f"position: found {known} with a state of {len(state.sources)} sources, expected a state of {sources}"
+        )
+    return known
+
+
 class StandardStream:
     """The ordinary residual h += update behind the same face, so that a model is written once."""
 
     def __init__(
         self, embedding: Tensor, sublayers: int, output_eps: float, norms: Sequence[Tensor] | None = None
     ) -> None:
-        check_norms(norms, sublayers, embedding.shape[-1])
+        check_stream("embedding", embedding)
+        check_norms(norms, sublayers, embedding.shape[-1], embedding.device)
         self.hidden, self._order, self._norms = embedding, Order(0, sublayers), norms
         self._norm = partial(rms_norm, eps=output_eps)
 
@@ -134,7 +153,7 @@ class StandardStream:
     def write(self, sublayer: int, update: Tensor) -> None:
         """Add the output of sublayer l."""
         self._order.check_write(sublayer)
-        check_update(update, self.hidden.shape)
+        check_update(update, self.hidden.shape, self.hidden.device)
         self.hidden = self.hidden + update
         self._order.write(sublayer)
 

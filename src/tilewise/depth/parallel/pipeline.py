@@ -16,9 +16,11 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
 from tilewise.depth import stream as functional
+from tilewise.depth.checks import check_int, check_kind
 from tilewise.depth.parallel.plan import PipelinePlan
 from tilewise.depth.reference import wide
 from tilewise.depth.stream import State
+from tilewise.once import once
 
 __all__ = ["DepthPipelineStage", "DepthStage", "SourceCache"]
 
@@ -35,7 +37,14 @@ class SourceCache:
         self._values[microbatch, number] = value.detach()
 
     def leaf(self, microbatch: int, number: int) -> Tensor:
-        """A cached source as a leaf whose gradient becomes a deposit as soon as it is complete."""
+        """A cached source as a leaf whose gradient becomes a deposit as soon as it is complete.
+
+        Raises:
+            ValueError: a source that was never kept, or whose micro-batch was released.
+        """
+        if (microbatch, number) not in self._values:
+            kept = sorted(n for m, n in self._values if m == microbatch)
+            raise ValueError(f"number: found source {number} of micro-batch {microbatch}, expected one of {kept}")
         leaf = self._values[microbatch, number].detach()
         if torch.is_grad_enabled():
             leaf.requires_grad_().register_post_accumulate_grad_hook(
@@ -77,6 +86,7 @@ class _Deposited(torch.autograd.Function):
         return value.view_as(value)
 
     @staticmethod
+    @once
     def backward(ctx, grad):
         cache, microbatch, number = ctx.key
         deposit = cache.take(microbatch, number)
@@ -96,6 +106,7 @@ class DepthStage(nn.Module):
         head: the last stage's: called with the stream → the pipeline's output.
 
     Raises:
+        TypeError: a plan, residual, body or cache that is none.
         ValueError: a span that is not the stage's, or an embed or head on the wrong stage.
     """
 
@@ -111,7 +122,13 @@ class DepthStage(nn.Module):
         head: Callable[..., Tensor] | None = None,
     ) -> None:
         super().__init__()
-        if not 0 <= index < plan.stages or residual.span != plan.bounds[index : index + 2]:
+        check_kind("plan", plan, PipelinePlan, "a PipelinePlan")
+        check_int("index", index, 0, plan.stages - 1)
+        if not hasattr(residual, "span"):
+            raise TypeError(f"residual: found {type(residual).__name__}, expected an AttnRes with the stage's span")
+        check_kind("body", body, Callable, "a module or function of the stream")
+        check_kind("cache", cache, SourceCache, "the rank's SourceCache")
+        if residual.span != plan.bounds[index : index + 2]:
             raise ValueError(f"residual: found span {residual.span} for stage {index}, expected bounds {plan.bounds}")
         if (embed is None) != (index > 0) or (head is None) != (index < plan.stages - 1):
             raise ValueError("embed, head: expected embed on the first stage and head on the last stage alone")
@@ -128,10 +145,12 @@ class DepthStage(nn.Module):
         if self.embed is not None:
             state = State((self._kept(0, None, self.embed(*inputs)),))
         else:
-            prefix, *new = inputs
             received = plan.received(index)
-            if len(new) != len(received):
-                raise ValueError(f"inputs: found {len(new)} sources, expected {list(received)} beside the prefix")
+            if len(inputs) != 1 + len(received):
+                raise ValueError(
+                    f"inputs: found {len(inputs)} tensors, expected the prefix and the sources {list(received)}"
+                )
+            prefix, *new = inputs
             old = [self._cached(number, prefix) for number in range(received.start)]
             fresh = [self._kept(number, None, x) for number, x in zip(received, new, strict=True)]
             state = State((*old, *fresh), prefix=prefix)
@@ -174,6 +193,7 @@ class DepthPipelineStage(PipelineStage):
     """
 
     def __init__(self, module: DepthStage, device: torch.device, **options) -> None:
+        check_kind("module", module, DepthStage, "a DepthStage")
         super().__init__(module, module.index, module.plan.stages, device, **options)
         self.sent_forward = self.sent_backward = 0
         ranks = self.group_size

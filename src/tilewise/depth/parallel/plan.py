@@ -4,13 +4,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from tilewise.depth.checks import check_int, check_kind
 from tilewise.depth.schedule import Schedule
 
 __all__ = ["PipelinePlan", "paper_cached", "paper_naive"]
 
 
+def _check_sizes(**sizes: int) -> None:
+    for name, value in sizes.items():
+        check_int(name, value, 1)
+
+
 def paper_naive(ranks: int, virtual: int, blocks_per_stage: int) -> int:
     """Blocks sent a token without caching: C(C − 1) / 2 · N_p for C = P · V stages (arXiv:2603.15031, section 4.1)."""
+    _check_sizes(ranks=ranks, virtual=virtual, blocks_per_stage=blocks_per_stage)
     stages = ranks * virtual
     return stages * (stages - 1) // 2 * blocks_per_stage
 
@@ -22,6 +29,7 @@ def paper_cached(ranks: int, virtual: int, blocks_per_stage: int) -> int:
         >>> paper_naive(4, 2, 1), paper_cached(4, 2, 1)
         (28, 22)
     """
+    _check_sizes(ranks=ranks, virtual=virtual, blocks_per_stage=blocks_per_stage)
     return ranks * (ranks - 1) // 2 * blocks_per_stage + (virtual - 1) * ranks**2 * blocks_per_stage
 
 
@@ -38,6 +46,7 @@ class PipelinePlan:
         ranks: P.
 
     Raises:
+        TypeError: no Schedule, or a number that is no integer.
         ValueError: bounds that are unordered or do not cover the stream, or P < 1.
 
     Example:
@@ -51,8 +60,11 @@ class PipelinePlan:
     ranks: int
 
     def __post_init__(self) -> None:
-        if self.ranks < 1:
-            raise ValueError(f"ranks: found {self.ranks}, expected at least 1")
+        check_kind("schedule", self.schedule, Schedule, "a Schedule")
+        check_kind("bounds", self.bounds, tuple, "a tuple of integers")
+        for c, bound in enumerate(self.bounds):
+            check_int(f"bounds[{c}]", bound, 0)
+        check_int("ranks", self.ranks, 1)
         increasing = all(a < b for a, b in zip(self.bounds, self.bounds[1:], strict=False))
         if len(self.bounds) < 2 or not increasing or (self.bounds[0], self.bounds[-1]) != (0, self.schedule.sublayers):
             raise ValueError(f"bounds: found {self.bounds}, expected 0 < .. < {self.schedule.sublayers}, increasing")
@@ -64,6 +76,8 @@ class PipelinePlan:
         Raises:
             ValueError: fewer units than stages.
         """
+        check_kind("schedule", schedule, Schedule, "a Schedule")
+        _check_sizes(ranks=ranks, virtual=virtual, multiple=multiple)
         units, stages = schedule.sublayers // multiple, ranks * virtual
         if schedule.sublayers % multiple or units < stages:
             raise ValueError(
@@ -79,20 +93,24 @@ class PipelinePlan:
 
     def rank(self, stage: int) -> int:
         """The rank of a stage: the stages go round."""
+        self._check_stage(stage)
         return stage % self.ranks
 
     def read_by(self, stage: int) -> int:
         """Sources, embedding included, that the last sublayer of a stage reads as complete."""
+        self._check_stage(stage)
         last = self.bounds[stage + 1] - 1
         return last + 1 if self.schedule.full else self.schedule.visit(last).sources
 
     def cached(self, stage: int) -> int:
         """Sources that the stage's rank has seen before the stage receives anything."""
+        self._check_stage(stage)
         earlier = stage - self.ranks
         return 0 if earlier < 0 else self.schedule.complete_before(self.bounds[earlier + 1])
 
     def received(self, stage: int) -> range:
         """Numbers of the sources that a stage receives beside the prefix."""
+        self._check_stage(stage)
         if stage == 0:
             return range(0)
         wanted = self.read_by(stage - 1)
@@ -100,6 +118,7 @@ class PipelinePlan:
 
     def kept(self, stage: int) -> bool:
         """A later stage on the same rank will want this stage's sources."""
+        self._check_stage(stage)
         return stage + self.ranks < self.stages
 
     def vectors(self, *, naive: bool = False) -> list[int]:
@@ -108,7 +127,12 @@ class PipelinePlan:
 
     def bytes(self, tokens: int, d: int, itemsize: int, *, naive: bool = False) -> int:
         """Bytes sent in one direction for `tokens` tokens; backward sends the same."""
+        check_int("tokens", tokens, 0)
+        _check_sizes(d=d, itemsize=itemsize)
         return sum(self.vectors(naive=naive)) * tokens * d * itemsize
+
+    def _check_stage(self, stage: int) -> None:
+        check_int("stage", stage, 0, self.stages - 1)
 
     def own_blocks_and_embedding(self) -> tuple[int, int]:
         """What separates :func:`paper_cached` from :meth:`vectors` where stages align with blocks: (saved, added).

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tilewise.depth.checks import check_norms, check_update
+from tilewise.depth.checks import check_kind, check_norms, check_stream, check_update
 from tilewise.depth.state import InferenceState
 from tilewise.depth.stream import chosen_norm
 
@@ -22,6 +22,20 @@ __all__ = ["SequenceSharded", "ShardedStream", "gather_tokens", "scatter_partial
 # Names since torch 2.13; the older ones are deprecated there.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def chosen_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    """The group, or the default one.
+
+    Raises:
+        TypeError: no process group.
+        ValueError: None, and there is no default group.
+    """
+    group = dist.group.WORLD if group is None else group
+    if group is None:
+        raise ValueError("group: found None and no default group, expected one; call dist.init_process_group first")
+    check_kind("group", group, dist.ProcessGroup, "a process group")
+    return group
 
 
 def _share(tokens: int, group: dist.ProcessGroup) -> tuple[int, slice]:
@@ -115,7 +129,14 @@ def gather_tokens(shard: Tensor, tokens: int, group: dist.ProcessGroup, *, parti
         group: the tensor-parallel group.
         partial: what follows is split over the ranks (column-parallel), so the gradients of the ranks are parts of a
             sum: backward is a reduce-scatter. Otherwise every rank computes the same, and backward takes a slice.
+
+    Raises:
+        ValueError: another number of rows than this rank's.
     """
+    own = _share(tokens, group)[1]
+    rows = own.stop - own.start
+    if shard.ndim != 2 or shard.shape[0] != rows:
+        raise ValueError(f"shard: found {tuple(shard.shape)}, expected [{rows}, d]: rows {own.start} to {own.stop}")
     return _Gather.apply(shard, tokens, group, partial)
 
 
@@ -160,8 +181,10 @@ class SequenceSharded:
     def __init__(
         self, residual: Callable[..., object], group: dist.ProcessGroup | None = None, *, partial: bool = True
     ) -> None:
-        self.residual, self.partial = residual, partial
-        self.group = dist.group.WORLD if group is None else group
+        if not (hasattr(residual, "reads") and hasattr(residual, "schedule")):
+            raise TypeError(f"residual: found {type(residual).__name__}, expected an AttnRes or an InferenceState")
+        check_kind("partial", partial, bool, "True or False")
+        self.residual, self.partial, self.group = residual, partial, chosen_group(group)
 
     def __call__(self, embedding: Tensor, *, norms: Sequence[Tensor] | None = None) -> ShardedStream:
         """Begin with an embedding `[..., d]` that every rank holds alike.
@@ -169,18 +192,23 @@ class SequenceSharded:
         Args:
             embedding: `[..., d]`.
             norms: the weights of all input norms, if they are known now; see :meth:`tilewise.nn.AttnRes.forward`.
+
+        Raises:
+            TypeError, ValueError: as :meth:`tilewise.nn.AttnRes.forward`, or :class:`tilewise.depth.InferenceState`.
         """
-        check_norms(norms, self.residual.schedule.sublayers, embedding.shape[-1])
+        check_stream("embedding", embedding)
+        check_norms(norms, self.residual.schedule.sublayers, embedding.shape[-1], embedding.device)
+        where = embedding.shape, embedding.device
         shard = slice_tokens(embedding.reshape(-1, embedding.shape[-1]), self.group)
         if isinstance(self.residual, InferenceState):
-            return ShardedStream(self.residual(shard), embedding.shape, self.group, self.partial, norms, norms)
+            return ShardedStream(self.residual(shard), *where, self.group, self.partial, norms, norms)
         reads = self.residual.reads()
         reads = reads._replace(
             query=shared_parameter(reads.query, self.group), key_weight=shared_parameter(reads.key_weight, self.group)
         )
         shared = None if norms is None else [shared_parameter(weight, self.group) for weight in norms]
         inner = self.residual(shard, norms=shared, reads=reads)
-        return ShardedStream(inner, embedding.shape, self.group, self.partial, norms, shared)
+        return ShardedStream(inner, *where, self.group, self.partial, norms, shared)
 
 
 class ShardedStream:
@@ -194,6 +222,7 @@ class ShardedStream:
         self,
         local,
         shape: torch.Size,
+        device: torch.device,
         group: dist.ProcessGroup,
         partial: bool,
         norms: Sequence[Tensor] | None = None,
@@ -201,7 +230,7 @@ class ShardedStream:
     ) -> None:
         self.local, self._shape, self._group, self._partial = local, shape, group, partial
         self._norms, self._shared = norms, shared
-        self._tokens = shape[:-1].numel()
+        self._tokens, self._device = shape[:-1].numel(), device
 
     def read(self, sublayer: int, norm_weight: Tensor | None = None) -> Tensor:
         """Input of sublayer l for all tokens: read on the shard, then all-gather."""
@@ -215,7 +244,7 @@ class ShardedStream:
             TypeError: no tensor of a float dtype.
             ValueError: another shape than the embedding's.
         """
-        check_update(update, self._shape)
+        check_update(update, self._shape, self._device)
         flat = update.reshape(self._tokens, self._shape[-1])
         scatter = scatter_partial if self._partial else slice_tokens
         self.local.write(sublayer, scatter(flat, self._group))
@@ -234,7 +263,7 @@ class ShardedStream:
         """As :meth:`tilewise.nn.Stream.checkpoint`; the collectives inside are repeated in the backward."""
 
         def run(local, *args):
-            options = (self._shape, self._group, self._partial, self._norms, self._shared)
+            options = (self._shape, self._device, self._group, self._partial, self._norms, self._shared)
             function(ShardedStream(local, *options), *args, **kwargs)
 
         self.local.checkpoint(run, *args)
