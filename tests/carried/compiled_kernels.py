@@ -16,7 +16,7 @@ from carried_cases import CarriedConfig
 from triton.backends.compiler import GPUTarget
 
 from tilewise.carried import TileLayout
-from tilewise.carried.config import Options
+from tilewise.carried.state import _call
 from tilewise.carried.triton import decode
 from tilewise.carried.triton import launch as kernels
 from tilewise.triton.launch import launcher
@@ -71,35 +71,41 @@ def resources(kernel, grid, *args, **meta):
     print(f"  {kernel.fn.__name__}: {shape} {used} dots {len(dots)} left {register}", flush=True)
 
 
-def tensors(count, T, H, Hk, d, dtype=torch.bfloat16):
-    new = lambda h: torch.empty(1, T, h, d, dtype=dtype, device="meta").transpose(1, 2)  # noqa: E731
-    return [new(H) for _ in range(count)], [new(Hk) for _ in range(count)], new(Hk)
-
-
-def layer(name, config=None, *, T=4096, H=20, Hk=4, d=128, count=1, z_in=False, z_out=False, accumulate=False,
-          own=False, read_e=False, write_e=False, push=False, backward=True, forward=True, learned=False):  # fmt: skip
-    print(name, flush=True)
-    compiled_here.clear()
-    config = config or CarriedConfig()
-    q, k, v = tensors(count, T, H, Hk, d)
+def layer(plan, index, *, T=4096, H=20, Hk=4, d=128, forward=True, **options):
+    """What one layer of a block launches under a plan, forward and backward; `options` are those of the block."""
+    config, dtype = CarriedConfig(plan=plan, **options), torch.bfloat16
     layout = TileLayout(config, T, T, device="meta")
-    tiles = layout.layers[0]
-    buffer = lambda dtype: torch.empty(1, H, layout.slots, config.tile, config.tile, dtype=dtype, device="meta")  # noqa: E731
-    centre = [torch.empty(1, Hk, d, device="meta") for _ in range(count)] if z_in or z_out or own else []
-    options = Options(d**-0.5, 1, 0.0, 0.0, config.tile, True, layout.back, (z_out,) * count, torch.float16,
-                      layout.plain, tiles.window)  # fmt: skip
-    O = torch.empty_like(q[0])
-    lse = torch.empty(1, H, T, device="meta")
-    bounds = (tiles.bounds, tiles.rows)
+    tiles, last = layout.layers[index], index == config.layers - 1
+    learned = config.scaling == "gain" and index > 0
+    facts = (layout.uniform, layout.back, layout.plain, tiles.window)
+    call, reads, writes = _call(config, facts, index, plan, "triton", d, dtype, last, learned, 0.0, False)
+
+    def by_token(h):
+        return torch.empty(1, T, h, d, dtype=dtype, device="meta").transpose(1, 2)
+
+    def buffer(of):
+        return torch.empty(1, H, layout.slots, config.tile, config.tile, dtype=of, device="meta")
+
+    def tensors(count):
+        centred = any(call.options_of(count).rounded)
+        return ([by_token(H) for _ in range(count)], [by_token(Hk) for _ in range(count)],
+                [torch.empty(H, device="meta") for _ in range(count) if config.scaling == "gain"],
+                [torch.empty(1, Hk, d, device="meta") for _ in range(count) if centred],
+                layout.span(index, count))  # fmt: skip
+
+    v, O, lse = by_token(Hk), by_token(H), torch.empty(1, H, T, device="meta")
+    z_in = buffer(call.options.carry_dtype) if reads else None
+    z_out = buffer(call.options.carry_dtype) if writes or call.accumulate else None
     if forward:
-        z = [buffer(torch.float16) if wanted else None for wanted in (z_in, z_out)]
-        kernels.forward(q, k, v, [], centre, *bounds, *z, accumulate, None, None, options)
-    if backward:
-        e = buffer(torch.bfloat16) if read_e or write_e else None
-        z = buffer(torch.float16) if z_in or own else None
-        last = (tiles.columns, z, own, e, read_e, write_e, push, None, None, options)
-        gain = [torch.empty(H, device="meta") for _ in q] if learned else []
-        kernels.backward(O, q, k, v, O, lse, gain, centre, *bounds, *last)
+        q, k, gain, centre, bounds = tensors(call.forward)
+        given = (tiles.rows, z_in, z_out, call.accumulate, None, None, call.options_of(call.forward))
+        kernels.forward(q, k, v, gain, centre, bounds, *given)
+    q, k, gain, centre, bounds = tensors(call.backward)
+    read_e, write_e = call.links, plan != "recompute" and index > 0
+    e = buffer(call.grad_dtype) if read_e or write_e else None
+    z = {"none": None, "entering": z_in, "own": z_out}[call.saved]
+    given = (tiles.rows, tiles.columns, z, call.saved == "own", e, read_e, write_e, call.push, None, None)
+    kernels.backward(O, q, k, v, O, lse, gain, centre, bounds, *given, call.options_of(call.backward))
 
 
 def decoding(T=8192, H=20, Hk=4, d=128, queries=1):
@@ -115,25 +121,23 @@ def decoding(T=8192, H=20, Hk=4, d=128, queries=1):
 if __name__ == "__main__":
     triton.runtime.driver.set_active(NoGPU())
     launcher.append(resources)
-    window = CarriedConfig(windows=1024)
     CASES = {
-        "first layer, mixed": dict(read_e=True),
-        "second layer, mixed": dict(count=2, z_out=True, read_e=True, write_e=True),
-        "third layer, mixed": dict(z_out=True, accumulate=True, own=True, read_e=True, write_e=True),
-        "last layer": dict(z_in=True, write_e=True),
-        "first layer, stored": dict(z_out=True, own=True, read_e=True),
-        "plain": dict(),
-        "plain, window 1024": dict(config=window),
-        "third layer, mixed, window 1024": dict(
-            config=window, z_out=True, accumulate=True, own=True, read_e=True, write_e=True
-        ),
-        "recompute of four": dict(count=4, push=True),
-        "recompute of two with gains": dict(count=2, push=True, forward=False, learned=True),
+        "first layer, mixed": dict(plan="mixed", index=0),
+        "second layer, mixed": dict(plan="mixed", index=1),
+        "third layer, mixed": dict(plan="mixed", index=2),
+        "last layer": dict(plan="mixed", index=3),
+        "first layer, stored": dict(plan="stored", index=0),
+        "plain": dict(plan="recompute", index=0, layers=1),
+        "plain, window 1024": dict(plan="recompute", index=0, layers=1, windows=1024),
+        "third layer, mixed, window 1024": dict(plan="mixed", index=2, windows=1024),
+        "recompute of four": dict(plan="recompute", index=3),
+        "recompute of two with gains": dict(plan="recompute", index=1, scaling="gain", forward=False),
     }
     for name in sys.argv[1:] or [*CASES, "decode"]:
+        print(name, flush=True)
+        compiled_here.clear()
         if name == "decode":
-            print(name, flush=True)
             decoding()
             decoding(queries=8)
         else:
-            layer(name, **CASES[name])
+            layer(**CASES[name])
