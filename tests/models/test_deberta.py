@@ -216,6 +216,32 @@ def test_adapters_draw_the_numbers_that_they_draw_in_transformers(share):
     assert_close(seeded(model, 5), wanted)
 
 
+def hooked(model):
+    accelerate = pytest.importorskip("accelerate")
+    devices = {"embeddings": "cpu", "encoder": "cpu"}
+    return accelerate.dispatch_model(model, devices, main_device="cpu", force_hooks=True)
+
+
+@pytest.mark.parametrize("first", ["hooks", "patch"])
+def test_hooks_of_accelerate_before_and_after(first):
+    model = build()
+    wanted = hidden(model, **inputs())
+    for step in (hooked, tilewise.patch) if first == "hooks" else (tilewise.patch, hooked):
+        step(model)
+    assert "_old_forward" in vars(model.encoder.layer[0].attention.self)
+    assert "_old_forward" in vars(model.encoder)
+    torch.testing.assert_close(hidden(model, **inputs()), wanted, rtol=0, atol=1e-5)
+    with pytest.raises(ValueError, match="output_attentions is True; expected False"):
+        model(**inputs(), output_attentions=True)
+    assert tilewise.unpatch(model) == LAYERS
+    assert torch.equal(hidden(model, **inputs()), wanted)
+    tilewise.patch(model)
+    pytest.importorskip("accelerate").hooks.remove_hook_from_module(model, recurse=True)
+    torch.testing.assert_close(hidden(model, **inputs()), wanted, rtol=0, atol=1e-5)
+    assert tilewise.unpatch(model) == LAYERS
+    assert torch.equal(hidden(model, **inputs()), wanted)
+
+
 def test_a_copy_a_pickle_and_a_checkpoint(tmp_path):
     model = build("ForMaskedLM")
     tilewise.patch(model)
@@ -317,11 +343,7 @@ def test_a_table_dropout_or_forward_that_does_not_fit_is_refused():
     model.encoder.layer[0].attention.self.dropout = nn.AlphaDropout(0.1)
     with pytest.raises(PatchError, match=r"dropout is a AlphaDropout; expected torch\.nn\.Dropout"):
         tilewise.patch(model)
-    model = build()
-    model.encoder.layer[0].attention.self.forward = model.encoder.layer[0].attention.self.forward
-    with pytest.raises(PatchError, match="its forward was replaced on the module itself"):
-        tilewise.patch(model)
-    for name in ("transpose_for_scores", "disentangled_attention_bias"):
+    for name in ("forward", "transpose_for_scores", "disentangled_attention_bias"):
         model = build()
         setattr(model.encoder.layer[1].attention.self, name, lambda *_: 0.0)
         with pytest.raises(

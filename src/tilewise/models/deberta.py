@@ -8,6 +8,7 @@ which is what transformers' softmax over a row of equal minima amounts to.
 
 from __future__ import annotations
 
+import inspect
 import math
 from dataclasses import replace
 from typing import Any
@@ -165,14 +166,8 @@ def _left_alone(module: nn.Module) -> str | None:
 def _obstacle(module: nn.Module) -> str | None:
     if _left_alone(module):
         return None
-    if "forward" in module.__dict__:
-        return (
-            "its forward was replaced on the module itself, as accelerate does where a device map names it; expected a "
-            "model that is patched first and wrapped afterwards"
-        )
-    # What a patched layer does not call.
-    for name in ("transpose_for_scores", "disentangled_attention_bias"):
-        if name in module.__dict__:
+    for name in ("forward", "transpose_for_scores", "disentangled_attention_bias"):
+        if _is_replaced(module, name):
             return f"its {name} was replaced on the module itself; expected the method of DisentangledSelfAttention"
     if not isinstance(module.dropout, nn.Dropout):
         return f"dropout is a {type(module.dropout).__name__}; expected torch.nn.Dropout"
@@ -181,6 +176,13 @@ def _obstacle(module: nn.Module) -> str | None:
     except ValueError as error:
         return str(error)
     return None
+
+
+def _is_replaced(module: nn.Module, name: str) -> bool:
+    """Whether the module has something else than its class's method, which a patched layer would not call."""
+    # Hooks of accelerate keep the method that they call in the end.
+    kept = module.__dict__.get("_old_forward" if name == "forward" and "_old_forward" in module.__dict__ else name)
+    return kept is not None and not (inspect.ismethod(kept) and kept.__func__ is getattr(type(module), name))
 
 
 def _mechanism(module: nn.Module, parent: nn.Module | None) -> str:

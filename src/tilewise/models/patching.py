@@ -7,6 +7,7 @@ configuration that another model could see is changed.
 from __future__ import annotations
 
 import importlib
+import inspect
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -123,7 +124,7 @@ def unpatch(model: nn.Module) -> int:
         if original is None:
             continue
         restored += _target(original.cls) in FAMILIES
-        module.__class__ = original.cls
+        _change_class(module, original.cls)
         if original.config is not None:
             module.config = original.config
     return restored
@@ -222,7 +223,7 @@ def _apply(model: nn.Module, matches: list[_Match], impl: str) -> None:
             cls = type(stack)
             if family.stack_base is not None:
                 stack.__dict__["_tilewise"] = _Original(cls, None, impl)
-                stack.__class__ = _patched_class(family.stack, cls)
+                _change_class(stack, _patched_class(family.stack, cls))
             elif family.interface and stack.config is shared:
                 stack.__dict__["_tilewise"] = _Original(cls, shared, impl)
                 stack.config = own_config(module)
@@ -230,7 +231,16 @@ def _apply(model: nn.Module, matches: list[_Match], impl: str) -> None:
         module.__dict__["_tilewise"] = _Original(cls, shared, impl)
         if family.interface:
             module.config = own_config(module)
-        module.__class__ = _patched_class(family.target, cls)
+        _change_class(module, _patched_class(family.target, cls))
+
+
+def _change_class(module: nn.Module, cls: type) -> None:
+    """accelerate keeps on a module the forward that its hooks call in the end, and leaves it there without them."""
+    for name in ("_old_forward", "forward"):
+        kept = module.__dict__.get(name)
+        if inspect.ismethod(kept) and kept.__func__ is type(module).forward:
+            module.__dict__[name] = cls.forward.__get__(module)
+    module.__class__ = cls
 
 
 def _stack(modules: dict[str, nn.Module], path: str, family: Family) -> nn.Module | None:
