@@ -92,6 +92,10 @@ def attention(
             call.q, call.k, call.v, call.ports, call.mask, call.scale, call.offset, call.dropout_p, call.seed
         )
     else:
+        if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
+            raise RuntimeError(
+                f"a transform of torch.func is active; impl={chosen!r} has none, expected impl='reference'"
+            )
         o, lse = attend(call, spec_of(call.ports), chosen)
     if empty_rows == "uniform" and call.k.shape[2]:
         mean = call.v.mean(-2, keepdim=True).repeat_interleave(q.shape[1] // v.shape[1], dim=1)
