@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import argparse
 import copy
+import gc
 import json
+import sys
 import time
 from pathlib import Path
 
@@ -73,22 +75,33 @@ def step_of(model: nn.Module, arguments: dict[str, torch.Tensor]):
 PASSES = {"forward": forward_of, "training step": step_of}
 
 
+def out_of_memory(run) -> str | None:
+    """What PyTorch says where a run does not fit; what the run held is free again, which its traceback kept."""
+    try:
+        run()
+    except torch.OutOfMemoryError as error:
+        said = str(error).splitlines()[0][:120]
+    else:
+        return None
+    gc.collect()
+    torch.cuda.empty_cache()
+    return said
+
+
 def measured(plain: nn.Module, patched: nn.Module, pass_: str, arguments: dict, device: str) -> dict:
     """Milliseconds and MiB of both; of the patched model alone, and the reason, where transformers' runs out."""
-    runs = {"tilewise": PASSES[pass_](patched, arguments), "transformers": PASSES[pass_](plain, arguments)}
+    ours, theirs = PASSES[pass_](patched, arguments), PASSES[pass_](plain, arguments)
     found: dict = {}
-    runs["tilewise"]()
-    try:
-        runs["transformers"]()
-        samples = compare(runs["tilewise"], runs["transformers"], device, Plan(rounds=5, replays=5, round_ms=400.0))
-        found |= {"transformers_ms": samples.baseline_ms, "transformers_mib": peak_mib(runs["transformers"], device)}
-    except torch.OutOfMemoryError as error:
+    ours()
+    if why := out_of_memory(theirs):
+        found["transformers_error"] = why
         plain.zero_grad(set_to_none=True)
-        samples = compare(runs["tilewise"], runs["tilewise"], device, Plan(rounds=5, replays=5, round_ms=400.0))
-        found["transformers_error"] = str(error).splitlines()[0][:120]
-    found |= {"tilewise_ms": samples.ms, "tilewise_mib": peak_mib(runs["tilewise"], device)}
-    if pass_ == "forward" and "transformers_ms" in found:
-        found["difference"] = float((runs["tilewise"]().float() - runs["transformers"]().float()).abs().max())
+    samples = compare(ours, ours if why else theirs, device, Plan(rounds=5, replays=5, round_ms=400.0))
+    found |= {"tilewise_ms": samples.ms, "tilewise_mib": peak_mib(ours, device)}
+    if not why:
+        found |= {"transformers_ms": samples.baseline_ms, "transformers_mib": peak_mib(theirs, device)}
+        if pass_ == "forward":
+            found["difference"] = float((ours().float() - theirs().float()).abs().max())
     return found
 
 
@@ -127,6 +140,7 @@ def main() -> None:
                 records.append(record)
                 options.out.write_text(json.dumps(records, indent=1) + "\n")
                 print({key: float(f"{x:.4g}") if isinstance(x, float) else x for key, x in record.items()}, flush=True)
+    sys.exit(any("error" in record for record in records))
 
 
 if __name__ == "__main__":
