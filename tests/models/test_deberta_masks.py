@@ -73,3 +73,17 @@ def test_a_mask_of_another_size_is_refused_whatever_it_hides(shape, value):
     mask[..., -1] = value
     with pytest.raises(ValueError, match=rf"attention_mask has shape \({shape[0]},.*; expected \[2 or 1, 40\]"):
         model.encoder(torch.randn(2, 40, 32), mask)
+
+
+def test_dropout_spares_the_equal_weights_of_a_padded_query_alone():
+    model = build(attention_probs_dropout_prob=0.3, num_hidden_layers=1)
+    tilewise.patch(model)
+    encoder = model.train().encoder
+    layer, table = encoder.layer[0].attention.self, encoder.get_rel_embedding()
+    mask = torch.ones(50, 12)
+    mask[:, 8:] = 0
+    x = torch.randn(1, 12, 32).expand(50, -1, -1)
+    with torch.no_grad():
+        output = layer(x, encoder.get_attention_mask(mask), rel_embeddings=table)[0]
+        torch.testing.assert_close(output[:, 8:], layer.value_proj(x).mean(1, keepdim=True).expand(-1, 4, -1))
+    assert (output[:, :8].std(0) > 1e-3).all()

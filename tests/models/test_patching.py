@@ -204,6 +204,43 @@ def test_another_attention_implementation_makes_the_layers_transformers_again():
     assert torch.equal(model(IDS).last_hidden_state, plain(IDS).last_hidden_state)
 
 
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+def test_what_only_the_reference_can_do_is_refused():
+    model = encoder()
+    model.set_attn_implementation("eager")
+    tilewise.patch(model)
+    with pytest.raises(RuntimeError, match=r"expected torch\.export or torch\.compile"):
+        torch.jit.trace(model, (IDS,), strict=False, check_trace=False)
+    embeddings = torch.randn(1, 9, 32, requires_grad=True)
+
+    def penalty():
+        output = model(inputs_embeds=embeddings).last_hidden_state
+        (gradient,) = torch.autograd.grad(output[..., 0].sum(), embeddings, create_graph=True)
+        return torch.autograd.grad(gradient.square().sum(), embeddings)[0]
+
+    first = torch.func.grad(lambda x: model(inputs_embeds=x).last_hidden_state[..., 0].sum())
+    for call in (penalty, lambda: first(embeddings)):
+        with pytest.raises(RuntimeError, match="impl='reference'"):
+            call()
+    tilewise.unpatch(model)
+    wanted = penalty(), first(embeddings)
+    tilewise.patch(model, impl="reference")
+    torch.testing.assert_close((penalty(), first(embeddings)), wanted, rtol=1e-3, atol=1e-6)
+
+
+def test_hooks_of_accelerate():
+    accelerate = pytest.importorskip("accelerate")
+    model = encoder()
+    wanted = model(IDS).last_hidden_state
+    accelerate.dispatch_model(model, {"": "cpu"}, main_device="cpu", force_hooks=True)
+    tilewise.patch(model)
+    torch.testing.assert_close(model(IDS).last_hidden_state, wanted)
+    with pytest.raises(ValueError, match="output_attentions is True"):
+        model(IDS, output_attentions=True)
+    tilewise.unpatch(model)
+    assert torch.equal(model(IDS).last_hidden_state, wanted)
+
+
 def test_the_name_without_patching_is_refused():
     tilewise.patch(encoder())
     model = encoder()

@@ -200,6 +200,8 @@ def test_another_attention_implementation_makes_the_layers_transformers_again():
     wanted = model(**inputs()).logits
     tilewise.patch(model)
     encoder = model.wav2vec2_bert.encoder
+    model.set_attn_implementation("sdpa")
+    assert encoder.config._attn_implementation == "tilewise", "the name reaches the layers: the documentation denies it"
     for config in {id(m.config): m.config for m in (encoder, *(layer.self_attn for layer in encoder.layers))}.values():
         config._attn_implementation = "eager"
     assert torch.equal(model(**inputs()).logits, wanted)

@@ -64,7 +64,8 @@ def patch(model: nn.Module, *, impl: str = "auto") -> Report:
     they are; :func:`unpatch` restores everything. A model that is patched already is patched anew.
 
     Not offered by a patched model: ``output_attentions`` (the matrix of weights is never formed; it raises).
-    Dropout on the weights has the same law as transformers', and other random numbers.
+    Dropout on the weights has the same law as transformers', and other random numbers; the equal weights of a query
+    that sees no key are not dropped.
 
     Args:
         model: any module that holds attention layers of a family that this package knows: T5, mT5, UMT5, Pop2Piano,
