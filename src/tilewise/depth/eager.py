@@ -364,7 +364,7 @@ def serve_(
     output_eps: float,
 ) -> Tensor:
     """The serving contract, in place on `prefix` and `blocks`; the query w and the key weight g are not folded yet."""
-    q = fold_queries(q, g).to(wide(prefix).dtype)
+    q = fold_queries(q, g, prefix.dtype).to(wide(prefix).dtype)
     if delta is not None:
         prefix.add_(delta)
     if block_write_idx >= 0:

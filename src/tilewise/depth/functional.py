@@ -9,6 +9,7 @@ from torch import Tensor
 
 from tilewise.depth import autograd, reference
 from tilewise.depth.checks import (
+    check_eps,
     check_matrix,
     check_same,
     check_sources,
@@ -75,7 +76,8 @@ def mix(sources: Sources, query: Tensor, key_weight: Tensor | None = None, *, ep
         sources: n tensors `[..., d]` (list or tuple), or a bank `[n, ..., d]`; pass `bank[:n]` for the first n blocks.
             A list is never stacked. fp16, bf16, fp32 or fp64, all alike.
         query: w, `[d]`, any float dtype. Initialise it with zeros.
-        key_weight: g, the weight of the key RMSNorm, `[d]`, or None for ones. w * g is formed in fp32.
+        key_weight: g, the weight of the key RMSNorm, `[d]`, or None for ones. w * g is formed in fp32, or in
+            fp64 beside fp64 sources.
         eps: epsilon of the key norm.
         impl: `auto` (Triton kernels on a CUDA device, otherwise the eager path), `triton`, `eager` or `reference`. A
             named implementation never falls back.
@@ -335,7 +337,7 @@ def phase2(
         prefix: partial sum of the block before `update`, or None for the block's second sublayer. The block's first
             sublayer has no partial sum at all: :func:`phase2_first`.
         o1: `o1[i]` of :func:`phase1` for this sublayer, `[..., d]`.
-        lse: `lse[i]`, `[...]` fp32.
+        lse: `lse[i]`, `[...]` fp32 (fp64 for fp64 sources); rounded ones are refused.
         query, key_weight: w and g of this sublayer, `[d]`.
         output_weight: weight of the next sublayer's RMSNorm, `[d]`; None applies no norm, so that y = h.
         eps: epsilon of the key norm.
@@ -387,7 +389,8 @@ def phase2_first(o1: Tensor, output_weight: Tensor | None = None, *, output_eps:
         TypeError, ValueError: as in :func:`mix`.
     """
     shape, dtype, device = check_stream("o1", o1)
-    check_call(impl, o1, output_eps=output_eps)
+    check_call(impl, o1)
+    check_eps("output_eps", output_eps)
     check_vector("output_weight", output_weight, shape[-1], device)
     if impl == "reference":
         return reference.phase2_first(o1, output_weight, output_eps=output_eps)

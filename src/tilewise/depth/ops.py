@@ -54,7 +54,8 @@ def fold(query: Tensor, key_weight: Tensor | None, dtype: torch.dtype, own: bool
     if own and key_weight is None and query.dtype == torch.float32 and dtype.itemsize == 2:
         query = query.clone()
     # The kernels read queries by rows.
-    return fold_queries(query, key_weight).to(torch.float64 if dtype == torch.float64 else torch.float32).contiguous()
+    q = fold_queries(query, key_weight, dtype)
+    return q.to(torch.float64 if dtype == torch.float64 else torch.float32).contiguous()
 
 
 def narrowed(weight: Tensor | None, dtype: torch.dtype) -> Tensor | None:

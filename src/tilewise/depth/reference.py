@@ -45,9 +45,10 @@ def rms_norm(h: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     return h if weight is None else h * rstd(h, eps)[..., None] * wide(weight)
 
 
-def fold_queries(queries: Tensor, key_weights: Tensor | None = None) -> Tensor:
-    """w * g in the statistics' dtype: the only query that the scores ever see."""
-    return wide(queries) if key_weights is None else wide(queries) * wide(key_weights)
+def fold_queries(queries: Tensor, key_weights: Tensor | None = None, sources: torch.dtype = torch.float32) -> Tensor:
+    """w * g in the dtype of the statistics, also those of sources in fp64: the only query that the scores ever see."""
+    q = queries.double() if sources == torch.float64 else wide(queries)
+    return q if key_weights is None else q * wide(key_weights)
 
 
 def _stack(sources: Sequence[Tensor] | Tensor) -> Tensor:
@@ -59,7 +60,8 @@ def scores(
 ) -> Tensor:
     """s[l, j] = rstd(v_j) <w_l * g_l, v_j>: [S, n, ...]."""
     v = _stack(sources)
-    return torch.einsum("n...d,sd->sn...", v * rstd(v, eps)[..., None], fold_queries(queries, key_weights).to(v.dtype))
+    q = fold_queries(queries, key_weights, v.dtype).to(v.dtype)
+    return torch.einsum("n...d,sd->sn...", v * rstd(v, eps)[..., None], q)
 
 
 def complete(
@@ -142,7 +144,7 @@ def phase2(
     """p = prefix + update; h = o1 + sigmoid(s_p - lse) (p - o1); y = RMSNorm(h) * output_weight."""
     p = update if prefix is None else prefix + update
     pw, ow = wide(p), wide(o1)
-    s = rstd(pw, eps) * (pw @ fold_queries(query, key_weight).to(pw.dtype))
+    s = rstd(pw, eps) * (pw @ fold_queries(query, key_weight, pw.dtype).to(pw.dtype))
     h = ow + torch.sigmoid(s - lse)[..., None] * (pw - ow)
     return p, rms_norm(h, output_weight, eps if output_eps is None else output_eps).to(p.dtype)
 

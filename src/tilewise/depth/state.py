@@ -89,7 +89,7 @@ class InferenceState:
         check_call(reads.impl, self.bank)
         self.run = backend("eager" if reads.impl == "reference" else reads.impl, self.bank)
         statistics = torch.float64 if dtype == torch.float64 else torch.float32
-        folded = fold_queries(self.reads.query, self.reads.key_weight).to(device, statistics).contiguous()
+        folded = fold_queries(self.reads.query, self.reads.key_weight, dtype).to(device, statistics).contiguous()
         self.folded, self.q = folded, folded.unbind(0)
         self.run.prepare(folded, dtype)
         self.merge_q = self.run.merge_queries(folded, dtype).unbind(0)
@@ -201,7 +201,9 @@ class InferenceStream:
             f"read({sublayer})",
             sublayer == self.position < self._owner.schedule.sublayers and (sublayer == 0 or self._update is not None),
         )
-        norm_weight = self._weight(functional.chosen_norm(self._norms, sublayer, norm_weight))
+        bank = self._owner.bank
+        norm_weight = functional.chosen_norm(self._norms, sublayer, norm_weight, bank.shape[-1], bank.device)
+        norm_weight = narrowed(norm_weight, bank.dtype)
         self.position += 1
         if sublayer == 0:
             y = self._first(self._slot(0), norm_weight)
@@ -233,8 +235,9 @@ class InferenceStream:
             ValueError: sublayers remain, a later step has begun, or the weight is not `[d]`.
         """
         self._check("output()", self.position == self._owner.schedule.sublayers and self._update is not None)
-        norm_weight = self._weight(norm_weight)
         owner, row = self._owner, len(self._owner.q) - 1
+        check_vector("norm_weight", norm_weight, owner.bank.shape[-1], owner.bank.device)
+        norm_weight = narrowed(norm_weight, owner.bank.dtype)
         if owner.schedule.full:
             self._keep(row)
             return owned(self._read(row, None, range(row), None, norm_weight), self._shape)
@@ -392,8 +395,3 @@ class InferenceStream:
             end = f"output(): all {last} are written" if self.position == last else f"read({self.position})"
             expected = f"write({self.position - 1}, ...)" if half else end
             raise ValueError(f"sublayer: found {found}, expected {expected}")
-
-    def _weight(self, weight: Tensor | None) -> Tensor | None:
-        bank = self._owner.bank
-        check_vector("norm_weight", weight, bank.shape[-1], bank.device)
-        return narrowed(weight, bank.dtype)

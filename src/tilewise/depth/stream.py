@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tilewise.depth.checks import check_stream, check_update, check_weight
+from tilewise.depth.checks import check_stream, check_update, check_vector
 from tilewise.depth.functional import (
     mix_norm,
     mix_update,
@@ -88,14 +88,17 @@ class Reads(NamedTuple):
         return query[sublayer - self.first], key_weight[sublayer - self.first]
 
 
-def chosen_norm(norms: Sequence[Tensor] | None, sublayer: int, weight: Tensor | None) -> Tensor | None:
+def chosen_norm(
+    norms: Sequence[Tensor] | None, sublayer: int, weight: Tensor | None, d: int, device: torch.device
+) -> Tensor | None:
     """The norm weight of a read: the one given at the start of the stream, which the read may repeat, or its own.
 
     Raises:
-        TypeError: a weight that is no tensor.
-        ValueError: another tensor than was given at the start.
+        TypeError: a weight that is no tensor of floats.
+        ValueError: another tensor than was given at the start, or one that is not `[d]` on `device`.
     """
-    check_weight("norm_weight", weight)
+    if weight is not None and (norms is None or weight is not norms[sublayer]):
+        check_vector("norm_weight", weight, d, device)
     if norms is None:
         return weight
     if weight is not None and weight is not norms[sublayer]:
@@ -259,6 +262,8 @@ def output(state: State, reads: Reads, norm_weight: Tensor | None) -> Tensor:
     """
     if state.steps is not None and state.steps != 2 * reads.last:
         raise ValueError(f"output: found {state.steps // 2} of {reads.last} sublayers written, expected all")
+    like = state.sources[0]
+    check_vector("norm_weight", norm_weight, like.shape[-1], like.device)
     query, key_weight = reads.row(reads.last)
     options = {"eps": reads.eps, "output_eps": reads.output_eps, "impl": reads.impl}
     if state.update is None and state.prefix is None:

@@ -57,8 +57,10 @@ def _stems(schedule: Schedule, span: tuple[int, int] | None = None) -> list[str]
 def _prefix(names: Mapping[str, Tensor]) -> str:
     marks = (f"{OUTPUT}_proj.weight", *(f"layers.0.{stem}_proj.weight" for stem in SUBLAYERS))
     found = sorted({name.removesuffix(mark) for name in names for mark in marks if name.endswith(mark)})
-    if len(found) != 1:
-        raise ValueError(f"prefix: found {found or 'no Attention Residuals parameters'}, expected one; name it")
+    if not found:
+        raise ValueError(f"state_dict: found no Attention Residuals parameters, expected …{marks[0]} or …{marks[1]}")
+    if len(found) > 1:
+        raise ValueError(f"prefix: found {', '.join(map(repr, found))} in state_dict, expected one; name it")
     return found[0]
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from tilewise.depth.checks import check_update
+from tilewise.depth.checks import check_update, check_vector
 from tilewise.depth.ops import backend, check_call, fold, narrowed
 from tilewise.depth.schedule import Schedule
 from tilewise.depth.shared import BlockReads, SharedSource, mix_norm_shared, reads_of_folded
@@ -66,7 +66,7 @@ class SharedStream:
         if self._plain is not None:
             return self._plain.read(sublayer, norm_weight)
         self._order.read(sublayer)
-        chosen_norm(self._norms, sublayer, norm_weight)
+        chosen_norm(self._norms, sublayer, norm_weight, self._shape[-1], self._device)
         visit = self.schedule.visit(sublayer)
         if visit.first:
             if sublayer:
@@ -109,6 +109,7 @@ class SharedStream:
         if self._plain is not None:
             return self._plain.output(norm_weight)
         self._order.output()
+        check_vector("norm_weight", norm_weight, self._shape[-1], self._device)
         last = SharedSource(total(len(self._sources), self._prefix, self._update))
         reads = self.reads
         return mix_norm_shared(

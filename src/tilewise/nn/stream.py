@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from tilewise.depth import stream as functional
-from tilewise.depth.checks import check_int, check_norms, check_stream, check_update, check_weight
+from tilewise.depth.checks import check_int, check_norms, check_stream, check_update, check_vector
 from tilewise.depth.reference import rms_norm
 from tilewise.depth.schedule import Schedule
 from tilewise.depth.stream import Reads, State
@@ -65,7 +65,8 @@ class Stream:
                 at the start.
         """
         self._order.read(sublayer)
-        weight = functional.chosen_norm(self._norms, sublayer, norm_weight)
+        like = self.state.sources[0]
+        weight = functional.chosen_norm(self._norms, sublayer, norm_weight, like.shape[-1], like.device)
         y, self.state = functional.read(self.state, self.schedule, self.reads, sublayer, weight, complete=self.complete)
         return y
 
@@ -148,7 +149,8 @@ class StandardStream:
     def read(self, sublayer: int, norm_weight: Tensor | None = None) -> Tensor:
         """A copy of the stream, or its RMSNorm times `norm_weight`."""
         self._order.read(sublayer)
-        return self._normed(functional.chosen_norm(self._norms, sublayer, norm_weight))
+        d, device = self.hidden.shape[-1], self.hidden.device
+        return self._normed(functional.chosen_norm(self._norms, sublayer, norm_weight, d, device))
 
     def write(self, sublayer: int, update: Tensor) -> None:
         """Add the output of sublayer l."""
@@ -160,7 +162,7 @@ class StandardStream:
     def output(self, norm_weight: Tensor | None = None) -> Tensor:
         """The stream after the last sublayer, with the final norm if its weight is given."""
         self._order.output()
-        check_weight("norm_weight", norm_weight)
+        check_vector("norm_weight", norm_weight, self.hidden.shape[-1], self.hidden.device)
         return self._normed(norm_weight)
 
     def checkpoint(self, function: Callable[..., None], *args, **kwargs) -> None:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tilewise.depth.checks import check_kind, check_norms, check_stream, check_update
+from tilewise.depth.checks import check_kind, check_norms, check_stream, check_update, check_vector
 from tilewise.depth.state import InferenceState
 from tilewise.depth.stream import chosen_norm
 
@@ -269,8 +269,9 @@ class ShardedStream:
         self.local.checkpoint(run, *args)
 
     def _norm(self, sublayer: int, weight: Tensor | None) -> Tensor | None:
-        chosen_norm(self._norms, sublayer, weight)
+        chosen_norm(self._norms, sublayer, weight, self._shape[-1], self._device)
         return self._weight(weight) if self._norms is None else self._shared[sublayer]
 
     def _weight(self, weight: Tensor | None) -> Tensor | None:
+        check_vector("norm_weight", weight, self._shape[-1], self._device)
         return weight if weight is None or not weight.requires_grad else shared_parameter(weight, self._group)
