@@ -119,6 +119,17 @@ def test_a_subclass_is_refused_and_nothing_is_patched():
     )
 
 
+def test_a_reason_of_many_layers_is_said_once():
+    model = encoder()
+    for block in model.encoder.block:
+        block.layer[0].SelfAttention.__class__ = Scaled
+    with pytest.raises(
+        PatchError, match=r"block\.0\.layer.*a subclass may compute.* \(the same of 1 more\)$"
+    ) as refusal:
+        tilewise.patch(model)
+    assert "block.1" not in str(refusal.value)
+
+
 def test_a_table_that_does_not_fit_is_refused_and_nothing_is_patched():
     model = encoder()
     model.encoder.block[0].layer[0].SelfAttention.relative_attention_bias = nn.Embedding(16, 4)

@@ -99,8 +99,8 @@ def patch(model: nn.Module, *, impl: str = "auto") -> Report:
             rows.append(_row(match, *_choose(match, impl)))
             chosen.append(match)
     if not chosen:
-        left = "; ".join(f"{row.path}: {row.reasons[0]}" for row in rows)
-        raise PatchError(left or _no_match(model))
+        left = [(row.path, row.reasons[0]) for row in rows]
+        raise PatchError(_grouped(left) if left else _no_match(model))
     _refuse_mixed_stacks(matches, chosen)
     unpatch(model)
     if any(match.family.interface for match in chosen):
@@ -163,19 +163,30 @@ def _matches(model: nn.Module) -> list[_Match]:
         if family is None:
             known = next((base for base in cls.__mro__ if _target(base) in FAMILIES), None)
             if known is not None:
-                problems.append(
-                    f"{path}: its class {cls.__qualname__} derives from {known.__qualname__}; expected "
-                    f"{known.__qualname__} itself, since a subclass may compute something else"
+                why = (
+                    f"its class {cls.__qualname__} derives from {known.__qualname__}; expected {known.__qualname__} "
+                    "itself, since a subclass may compute something else"
                 )
+                problems.append((path, why))
         elif (reason := family.obstacle(module)) and not family.left_alone(module):
-            problems.append(f"{path} ({cls.__qualname__}): {reason}")
+            problems.append((f"{path} ({cls.__qualname__})", reason))
         elif (stack := _stack(modules, path, family)) is None and not family.left_alone(module):
-            problems.append(f"{path or 'the module'} ({cls.__qualname__}): {_no_stack(modules, path, family, model)}")
+            why = _no_stack(modules, path, family, model)
+            problems.append((f"{path or 'the module'} ({cls.__qualname__})", why))
         else:
             matches.append(_Match(path, module, modules.get(path.rpartition(".")[0]) if path else None, family, stack))
     if problems:
-        raise PatchError("nothing was patched, because of " + "; ".join(problems))
+        raise PatchError(f"nothing was patched, because of {_grouped(problems)}")
     return matches
+
+
+def _grouped(reasons: list[tuple[str, str]]) -> str:
+    """(layer, reason): each reason once, with its first layer and the number of the others."""
+    layers: dict[str, list[str]] = {}
+    for layer, reason in reasons:
+        layers.setdefault(reason, []).append(layer)
+    others = {reason: f" (the same of {len(x) - 1} more)" if len(x) > 1 else "" for reason, x in layers.items()}
+    return "; ".join(f"{x[0]}: {reason}{others[reason]}" for reason, x in layers.items())
 
 
 def _choose(match: _Match, impl: str) -> tuple[str, tuple[str, ...]]:
