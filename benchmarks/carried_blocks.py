@@ -11,12 +11,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
-import triton
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from tilewise.bench.ahead import make_ready
+from tilewise.bench.ahead import compile_for, make_ready
 from tilewise.carried import CarriedConfig, Carry, TileLayout, carried_attention
 from tilewise.carried.triton import decode, settings
 from tilewise.carried.triton import launch as kernels
@@ -141,30 +140,11 @@ def _launches(job, act: Callable) -> None:
         kernels.refusal, decode.refusal = refusals
 
 
-class NoGPU:
-    """Enough of a driver to compile for sm_90 in a process that has no CUDA context."""
-
-    def get_current_target(self):
-        return triton.backends.compiler.GPUTarget("cuda", 90, 32)
-
-    def get_active_torch_device(self):
-        return torch.device("cpu")
-
-    def get_current_device(self):
-        return 0
-
-    def get_current_stream(self, device=None):
-        return 0
-
-    def is_active(self):
-        return True
-
-
 def _worker() -> None:
     # Without devices autograd starts no threads for them.
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     torch.set_num_threads(1)
-    triton.runtime.driver.set_active(NoGPU())
+    compile_for(90)
 
 
 def _list(job) -> list[tuple[str, int, str]]:

@@ -14,7 +14,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "src"))
 
-from tilewise.bench.ahead import make_ready
+from tilewise.bench.ahead import compile_for, make_ready
 
 _claims: list[Path] = []
 
@@ -33,19 +33,9 @@ def warm(kernel, grid, *args, **meta) -> None:
 
 def _prepare(claims: Path | None) -> None:
     """Make this process one that compiles for Hopper and starts nothing."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-
     from tilewise.triton.launch import launcher
 
-    class Hopper:
-        get_current_target = staticmethod(lambda: GPUTarget("cuda", 90, 32))
-        get_current_device = staticmethod(lambda: 0)
-        get_current_stream = staticmethod(lambda device=None: 0)
-        get_active_torch_device = staticmethod(lambda: torch.device("cpu"))
-        is_active = staticmethod(lambda: True)
-
-    triton.runtime.driver.set_active(Hopper())
+    compile_for(90)
     launcher.append(warm)
     torch.set_num_threads(1)
     if claims is not None:

@@ -13,8 +13,8 @@ from pathlib import Path
 import torch
 import triton
 from carried_cases import CarriedConfig
-from triton.backends.compiler import GPUTarget
 
+from tilewise.bench.ahead import compile_for
 from tilewise.carried import TileLayout
 from tilewise.carried.state import _call
 from tilewise.carried.triton import decode
@@ -26,25 +26,6 @@ PTXAS = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
 
 
 compiled_here: set[tuple] = set()
-
-
-class NoGPU:
-    """Enough of a driver to compile for sm_90."""
-
-    def get_current_target(self):
-        return GPUTarget("cuda", 90, 32)
-
-    def get_active_torch_device(self):
-        return torch.device("cpu")
-
-    def get_current_device(self):
-        return 0
-
-    def get_current_stream(self, device=None):
-        return 0
-
-    def is_active(self):
-        return True
 
 
 def resources(kernel, grid, *args, **meta):
@@ -119,7 +100,7 @@ def decoding(T=8192, H=20, Hk=4, d=128, queries=1):
 
 
 if __name__ == "__main__":
-    triton.runtime.driver.set_active(NoGPU())
+    compile_for(90)
     launcher.append(resources)
     CASES = {
         "first layer, mixed": dict(plan="mixed", index=0),

@@ -14,9 +14,9 @@ import triton
 from carried_cases import CarriedConfig, grads_of, inputs, run
 from triton import knobs
 from triton._C.libtriton import ir, nvidia, passes
-from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptx_version_from_options
 
+from tilewise.bench.ahead import compile_for
 from tilewise.carried import carried_decode
 from tilewise.carried.triton import decode, prepare, settings
 from tilewise.carried.triton import launch as kernels
@@ -35,28 +35,6 @@ LAYERS = {"none": 1, "stored": 4, "mixed": 4, "recompute": 4}
 
 class Allocated(Exception):
     """Ends a compilation once shared memory is laid out."""
-
-
-class NoGPU:
-    """Enough of a driver to compile."""
-
-    def __init__(self, capability):
-        self.target = GPUTarget("cuda", capability, 32)
-
-    def get_current_target(self):
-        return self.target
-
-    def get_active_torch_device(self):
-        return torch.device("cpu")
-
-    def get_current_device(self):
-        return 0
-
-    def get_current_stream(self, device=None):
-        return 0
-
-    def is_active(self):
-        return True
 
 
 def stages_until_allocation(backend=None, stages=None, options=None, language=None, capability=None):
@@ -125,7 +103,7 @@ def main():
     parser.add_argument("--capability", type=int, default=90)
     parser.add_argument("--limit", type=int, default=settings.SHARED, help="bytes a program may use")
     args = parser.parse_args()
-    triton.runtime.driver.set_active(NoGPU(args.capability))
+    compile_for(args.capability)
     knobs.runtime.add_stages_inspection_hook = stages_until_allocation
     knobs.compilation.always_compile = True
     limits = Limits.of(divmod(args.capability, 10), args.limit)

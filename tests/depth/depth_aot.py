@@ -8,35 +8,13 @@ from pathlib import Path
 
 import torch
 import triton
-from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from tilewise.bench import plain_residual
+from tilewise.bench.ahead import compile_for
 from tilewise.depth.triton import config, launch, sources
 
 RESULTS = []
-
-
-class Hopper:
-    """Enough of a driver to compile for an H100 or H200."""
-
-    def get_current_target(self):
-        return GPUTarget("cuda", 90, 32)
-
-    def get_active_torch_device(self):
-        return torch.device("cpu")
-
-    def get_current_device(self):
-        return 0
-
-    def get_current_stream(self, device=None):
-        return 0
-
-    def is_active(self):
-        return True
-
-    def map_python_to_cpp_type(self, kind):
-        return kind
 
 
 def resources(cubin: bytes) -> dict:
@@ -74,7 +52,7 @@ def empty(*shape, dtype=torch.bfloat16):
 
 
 def main(dtype: torch.dtype, d: int, T: int, n: int, S: int) -> None:
-    triton.runtime.driver.set_active(Hopper())
+    compile_for(90)
     JITFunction.__getitem__ = compile_only
     x, f32 = (lambda *s: empty(*s, dtype=dtype)), torch.float32
     q, w = empty(d, dtype=f32), x(d)

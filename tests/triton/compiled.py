@@ -9,15 +9,16 @@ overwrites (see :mod:`tilewise.triton.core`).
 import json
 import re
 import sys
+from collections.abc import Iterator
 
 import torch
 import triton
 import triton.language as tl
 from relative_checks import call_of, run
-from triton.backends.compiler import GPUTarget
 
 import tilewise.triton.plan as plan
 from tilewise import Options
+from tilewise.bench.ahead import compile_for
 from tilewise.testing import Sizes
 from tilewise.triton.config import Limits
 from tilewise.triton.launch import launcher
@@ -26,42 +27,40 @@ SHARED = {80: 166912, 86: 101376, 90: 232448, 100: 232448, 120: 101376}
 """Bytes of shared memory that one program may use."""
 
 
-def invariant_operands(ttgir: str) -> list[str]:
-    """Register tensors made outside a loop and used inside it as the first operand of ``warp_group_dot``."""
-    found, loops = [], []
-    for line in ttgir.splitlines():
+def in_loops(text: str) -> Iterator[tuple[str, list[set[str]]]]:
+    """Each line, and of every loop around it the values made in it before: those it carries on, and its own."""
+    loops = []
+    for line in text.splitlines():
         indent = len(line) - len(line.lstrip())
         while loops and line.strip().startswith("}") and indent <= loops[-1][0]:
             loops.pop()
         if "scf.for" in line:
             loops.append((indent, set(re.findall(r"(%[\w#]+) = %", line.split("iter_args")[-1]))))
             continue
-        if dot := re.search(r"warp_group_dot (%\w+)(?:#\d+)?,.*?: (tensor|!ttg)", line):
-            inside = any(dot.group(1) in made for _, made in loops)
-            if loops and dot.group(2) == "tensor" and not inside:
-                found.append(line.strip())
-        if (made := re.match(r"\s*(%\w+)(?::\d+)? =", line)) and loops:
-            for _, names in loops:
-                names.add(made.group(1))
+        made = [names for _, names in loops]
+        yield line, made
+        if value := re.match(r"\s*(%\w+)(?::\d+)? =", line):
+            for names in made:
+                names.add(value.group(1))
+
+
+def invariant_operands(ttgir: str) -> list[str]:
+    """Register tensors made outside a loop and used inside it as the first operand of ``warp_group_dot``."""
+    found = []
+    for line, made in in_loops(ttgir):
+        dot = re.search(r"warp_group_dot (%\w+)(?:#\d+)?,.*?: (tensor|!ttg)", line)
+        if dot and made and dot.group(2) == "tensor" and not any(dot.group(1) in names for names in made):
+            found.append(line.strip())
     return found
 
 
 def chained_sums(ttgir: str) -> list[str]:
     """Products whose accumulator depends on the turn before: one chain of additions over the whole loop."""
-    found, loops = [], []
-    for line in ttgir.splitlines():
-        indent = len(line) - len(line.lstrip())
-        while loops and line.strip().startswith("}") and indent <= loops[-1][0]:
-            loops.pop()
-        if "scf.for" in line:
-            loops.append((indent, set(re.findall(r"(%\w+) = %", line.split("iter_args")[-1]))))
-            continue
+    found = []
+    for line, made in in_loops(ttgir):
         dot = re.search(r"tt\.dot %[\w#]+, %[\w#]+, (%\w+)", line)
-        if dot and any(dot.group(1) in turning for _, turning in loops):
+        if dot and any(dot.group(1) in names for names in made):
             found.append(line.strip())
-        if (made := re.match(r"\s*(%\w+)(?::\d+)? =", line)) and loops:
-            for _, names in loops:
-                names.add(made.group(1))
     return found
 
 
@@ -73,17 +72,6 @@ def _trapped(q, k, out, edge, n, D: tl.constexpr):
     for j in range(0, n):
         total += tl.dot(tile, tl.load(k + j * D * D + i[:, None] * D + i[None, :]))
     tl.store(out + i[:, None] * D + i[None, :], total)
-
-
-def compile_for(arch: int):
-    class Target:
-        get_current_target = staticmethod(lambda: GPUTarget("cuda", arch, 32))
-        get_current_device = staticmethod(lambda: 0)
-        get_current_stream = staticmethod(lambda device=None: 0)
-        get_active_torch_device = staticmethod(lambda: torch.device("cpu"))
-        is_active = staticmethod(lambda: True)
-
-    triton.runtime.driver.set_active(Target())
 
 
 def main(case: str, arch: int):

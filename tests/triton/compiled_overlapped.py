@@ -15,13 +15,13 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from compiled import compile_for
 from compiled_skew import TOOLS, resources, unordered
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 from relative_cases import timed_call
 
 from tilewise import triton as kernels
+from tilewise.bench.ahead import compile_for
 from tilewise.triton import plan
 from tilewise.triton.config import Limits
 from tilewise.triton.launch import launcher

@@ -14,11 +14,12 @@ from pathlib import Path
 
 import torch
 import triton
-from compiled import compile_for, invariant_operands
+from compiled import invariant_operands
 from relative_checks import call_of
 
 from tilewise import Options
 from tilewise import triton as kernels
+from tilewise.bench.ahead import compile_for
 from tilewise.testing import Sizes
 from tilewise.triton import config, plan
 from tilewise.triton.config import Limits

@@ -14,13 +14,13 @@ import tempfile
 from pathlib import Path
 
 import torch
-from compiled import compile_for
 from compiled_overlapped import instructions, touched
 from compiled_skew import TOOLS, resources
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 from relative_cases import timed_call
 
+from tilewise.bench.ahead import compile_for
 from tilewise.triton import plan, specialised
 from tilewise.triton.config import Limits
 from tilewise.triton.launch import launcher

@@ -198,15 +198,21 @@ BROKEN = {
 def found(name: str) -> str | None:
     """How the mistake shows; None where it does not."""
     job, kernel, right, wrong = BROKEN[name]
+    return mistaken(kernel, right, wrong, lambda: missed(job))
+
+
+def mistaken(kernel, right: str, wrong: str, missed) -> str | None:
+    """What `missed()` finds where a part of a kernel's source, or of a function of it, is another one."""
     source = textwrap.dedent(inspect.getsource(kernel.fn))
-    assert right in source
+    body = source[source.index("def ") :]
+    assert right in body, right
     names = dict(kernel.fn.__globals__)
-    exec(source[source.index("def ") :].replace(right, wrong), names)
+    exec(body.replace(right, wrong), names)
     whole, kernel.fn = kernel.fn, names[kernel.fn.__name__]
     try:
-        return "; ".join(missed(job)) or None
+        return "; ".join(missed()) or None
     except AssertionError as error:
-        return str(error)
+        return str(error) or "an assertion"
     finally:
         kernel.fn = whole
 

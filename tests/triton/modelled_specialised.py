@@ -4,10 +4,8 @@ A process of its own, since the interpreter's switch is read at import.
 python modelled_specialised.py NAME …   prints one JSON line a job: its name and what missed its budget.
 """
 
-import inspect
 import json
 import sys
-import textwrap
 
 import modelled
 import torch
@@ -79,19 +77,7 @@ BROKEN = {
 def found(name: str) -> str | None:
     """How the mistake shows; None where it does not."""
     job, function, right, wrong = BROKEN[name]
-    jitted = getattr(specialised, function)
-    source = textwrap.dedent(inspect.getsource(jitted.fn))
-    body = source[source.index("def ") :]
-    assert right in body, right
-    names = dict(jitted.fn.__globals__)
-    exec(body.replace(right, wrong), names)
-    whole, jitted.fn = jitted.fn, names[function]
-    try:
-        return "; ".join(missed(job)) or None
-    except AssertionError as error:
-        return str(error) or "an assertion"
-    finally:
-        jitted.fn = whole
+    return modelled.mistaken(getattr(specialised, function), right, wrong, lambda: missed(job))
 
 
 def missed(name: str) -> list[str]:

@@ -9,10 +9,10 @@ import sys
 from collections import defaultdict
 
 import torch
-from compiled import compile_for
 from relative_checks import call_of, run
 
 import tilewise.triton.plan as plan
+from tilewise.bench.ahead import compile_for
 from tilewise.testing import Sizes
 from tilewise.triton.config import Limits
 from tilewise.triton.launch import launcher

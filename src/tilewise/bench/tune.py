@@ -162,26 +162,13 @@ def measure(device: torch.device | str = "cuda") -> Timer:
 
 def compile_ahead(job: tuple[str, str, str, int, tuple[int, int], int, str]) -> None:
     """Compile what a job's trials will run, without a GPU; a process of its own."""
-    from triton.backends.compiler import GPUTarget
-    from triton.runtime import driver
-
     from ..triton import plan
     from ..triton.config import Limits
     from ..triton.launch import launcher
-    from .ahead import make_ready
+    from .ahead import compile_for, make_ready
 
     what, kind, runs, N, capability, shared, gpu = job
-    target = GPUTarget("cuda", capability[0] * 10 + capability[1], 32)
-    device = torch.device("cpu")
-
-    class Driver:
-        get_current_target = staticmethod(lambda: target)
-        get_current_device = staticmethod(lambda: 0)
-        get_current_stream = staticmethod(lambda device=None: 0)
-        get_active_torch_device = staticmethod(lambda: device)
-        is_active = staticmethod(lambda: True)
-
-    driver.set_active(Driver())
+    compile_for(capability[0] * 10 + capability[1])
     plan.limits_of = lambda device: Limits.of(capability, shared, gpu)
     launcher.append(make_ready)
     torch.set_num_threads(1)
