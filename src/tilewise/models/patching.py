@@ -118,17 +118,35 @@ def unpatch(model: nn.Module) -> int:
 
     Returns:
         How many attention layers were restored; 0 if the model was not patched.
+
+    Raises:
+        PatchError: a layer's class was derived from the patched one since, as ``fully_shard(layer)`` does. Nothing is
+            restored then.
     """
     restored = 0
-    for module in model.modules():
-        original = module.__dict__.pop("_tilewise", None)
-        if original is None:
-            continue
+    patched = [(path, module) for path, module in model.named_modules() if "_tilewise" in module.__dict__]
+    for path, module in patched:
+        cls, made = type(module), _made_class(module)
+        if made is not None and cls not in (made, module.__dict__["_tilewise"].cls):
+            raise PatchError(
+                f"{path or 'the module'} is a {cls.__name__}, a class that was made of the patched {made.__name__}; "
+                "expected unpatch(model) before that"
+            )
+    for _, module in patched:
+        made, original = _made_class(module), module.__dict__.pop("_tilewise")
         restored += _target(original.cls) in FAMILIES
-        _change_class(module, original.cls)
+        if made is not None:
+            _change_class(module, original.cls)
         if original.config is not None:
             module.config = original.config
     return restored
+
+
+def _made_class(module: nn.Module) -> type | None:
+    """The class that patch() gave the module; None for a stack that kept its own."""
+    cls = module.__dict__["_tilewise"].cls
+    target = _target(cls)
+    return _patched_class(target, cls) if target in _BASES else None
 
 
 @cache
