@@ -12,9 +12,7 @@ costs only itself; what is left of the seconds is shared out in proportion. Abou
 from __future__ import annotations
 
 import argparse
-import json
 import sys
-import time
 from pathlib import Path
 
 import processes
@@ -62,20 +60,9 @@ def main() -> None:
         parser.error(f"--only has {unknown[0]!r}; expected some of {', '.join(STEPS)}")
     out = args.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
-    end, done = time.monotonic() + args.seconds, []
-    for position, name in enumerate(names):
-        limit = (end - time.monotonic()) * STEPS[name][0] / sum(STEPS[n][0] for n in names[position:])
-        if limit < 5:
-            done.append({"step": name, "status": "no time left", "seconds": 0.0, "tail": []})
-            continue
-        print(f"== {name}, at most {limit:.0f} s", flush=True)
-        done.append(run(name, out, limit))
-        print("\n".join(f"   {line[:220]}" for line in done[-1]["tail"]), flush=True)
-        (out / "carried_all.json").write_text(json.dumps(done, indent=1))
-    print(f"{'step':<12}{'s':>6}  status")
-    for step in done:
-        print(f"{step['step']:<12}{step['seconds']:6.0f}  {step['status']}")
-    sys.exit(any(step["status"] != 0 for step in done))
+    shares = {name: STEPS[name][0] for name in names}
+    step = lambda name, limit: run(name, out, limit)  # noqa: E731
+    sys.exit(processes.in_turn(shares, args.seconds, step, out / "carried_all.json", least=5.0))
 
 
 if __name__ == "__main__":

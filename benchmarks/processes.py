@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import signal
@@ -48,6 +49,31 @@ def run(name: str, words: list[str], log: Path, limit: float, tail: int) -> dict
     status = end(process, limit)
     lines = log.read_text(errors="replace").splitlines()[-tail:]
     return {"step": name, "status": status, "seconds": time.monotonic() - start, "tail": lines}
+
+
+def in_turn(
+    shares: dict[str, float], seconds: float, step: Callable[[str, float], dict], record: Path, least: float = 2.0
+) -> int:
+    """Run step(name, limit) for each name, in their order; 1 if one failed or had no time, else 0.
+
+    Seconds that are left go to the steps that are left, by their shares; with a limit below `least` a step is not
+    begun. `record` gets what all have returned, as :func:`run` does; a table comes last.
+    """
+    end, done, left = time.monotonic() + seconds, [], sum(shares.values())
+    for name, share in shares.items():
+        limit = (end - time.monotonic()) * share / left
+        left -= share
+        if limit < least:
+            done.append({"step": name, "status": "no time left", "seconds": 0.0, "tail": []})
+        else:
+            print(f"== {name}, at most {limit:.0f} s", flush=True)
+            done.append(step(name, limit))
+            print("\n".join(f"   {line[:220]}" for line in done[-1]["tail"]), flush=True)
+        record.write_text(json.dumps(done, indent=1))
+    print(f"{'step':<12}{'s':>6}  status")
+    for each in done:
+        print(f"{each['step']:<12}{each['seconds']:6.0f}  {each['status']}", flush=True)
+    return 1 if any(each["status"] != 0 for each in done) else 0
 
 
 def _worker(function: Callable, pipe: Connection) -> None:

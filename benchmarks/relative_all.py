@@ -9,9 +9,7 @@ of the total time is shared out in proportion to the steps' limits. A short tabl
 from __future__ import annotations
 
 import argparse
-import json
 import sys
-import time
 from pathlib import Path
 
 import processes
@@ -48,12 +46,6 @@ def run(name: str, out: Path, limit: float, words: list[str] | None = None) -> d
     return processes.run(name, words or command(name, out, limit), out / f"relative_{name}.log", limit, TAIL)
 
 
-def limits(names: list[str], left: float) -> dict[str, float]:
-    """Seconds of each step, in proportion to the shares."""
-    total = sum(STEPS[name][0] for name in names)
-    return {name: left * STEPS[name][0] / total for name in names}
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("out", type=Path)
@@ -64,20 +56,9 @@ def main() -> None:
     if unknown := [name for name in names if name not in STEPS]:
         parser.error(f"--only has {unknown[0]!r}; expected some of {', '.join(STEPS)}")
     arguments.out.mkdir(parents=True, exist_ok=True)
-    end, done = time.monotonic() + arguments.seconds, []
-    for position, name in enumerate(names):
-        limit = limits(names[position:], end - time.monotonic())[name]
-        if limit < 2:
-            done.append({"step": name, "status": "no time left", "seconds": 0.0, "tail": []})
-            continue
-        print(f"== {name}, at most {limit:.0f} s", flush=True)
-        done.append(run(name, arguments.out, limit))
-        print("\n".join(f"   {line[:200]}" for line in done[-1]["tail"]), flush=True)
-        (arguments.out / "relative_all.json").write_text(json.dumps(done, indent=1))
-    print(f"{'step':<12}{'s':>6}  status")
-    for step in done:
-        print(f"{step['step']:<12}{step['seconds']:6.0f}  {step['status']}")
-    sys.exit(1 if any(step["status"] != 0 for step in done) else 0)
+    shares = {name: STEPS[name][0] for name in names}
+    step = lambda name, limit: run(name, arguments.out, limit)  # noqa: E731
+    sys.exit(processes.in_turn(shares, arguments.seconds, step, arguments.out / "relative_all.json"))
 
 
 if __name__ == "__main__":

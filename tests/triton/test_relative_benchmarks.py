@@ -2,10 +2,12 @@
 
 import argparse
 import importlib
+import json
 import os
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -28,10 +30,25 @@ from tilewise.triton.launch import launcher
 from tilewise.triton.tuned import shape_error
 
 
-def test_time_goes_to_the_steps_that_are_left():
-    every = relative_all.limits(list(relative_all.STEPS), 540)
-    assert sum(every.values()) == pytest.approx(540)
-    assert relative_all.limits(["traffic", "ablations"], 100) == {"traffic": 50.0, "ablations": 50.0}
+def test_time_goes_to_the_steps_that_are_left(monkeypatch, tmp_path, capsys):
+    now, given = [7.0], {}
+    monkeypatch.setattr(processes, "time", SimpleNamespace(monotonic=lambda: now[0]))
+
+    def step(name, limit):
+        given[name] = limit
+        now[0] += {"one": 10.0, "two": 85.0}.get(name, 1.0)
+        return {"step": name, "status": 0, "seconds": 1.0, "tail": [name.upper()]}
+
+    # The second takes longer than it may, and leaves the last nothing.
+    status = processes.in_turn({"one": 40, "two": 40, "three": 20}, 100.0, step, tmp_path / "all.json", least=5.0)
+    assert given == {"one": 40.0, "two": 60.0, "three": 5.0}
+    assert status == 0
+    status = processes.in_turn({"one": 10, "two": 80, "three": 1}, 91.0, step, tmp_path / "all.json", least=5.0)
+    assert (status, given["two"]) == (1, 80.0)
+    recorded = [each["status"] for each in json.loads((tmp_path / "all.json").read_text())]
+    assert recorded == [0, 0, "no time left"]
+    assert "   TWO\n" in (said := capsys.readouterr().out)
+    assert said.splitlines()[-1].split() == ["three", "0", "no", "time", "left"]
 
 
 class Parsed(Exception):
