@@ -126,21 +126,39 @@ def test_report_draws_a_picture_a_case(results, tmp_path):
 
 
 @pytest.mark.parametrize(("factor", "scale"), [(1.1, "linear"), (100.0, "log")])
-def test_axes_of_memory_have_numbers_whatever_the_spread(factor, scale):
+@pytest.mark.parametrize("least", [24.0, 0.03])
+def test_axes_of_memory_have_numbers_whatever_the_spread(factor, scale, least):
     from matplotlib.figure import Figure
 
     from tilewise.bench.plots import _looks, _memory
 
-    by_system = {s: {128: {"peak_mib": mib}, 512: {"peak_mib": mib}} for s, mib in (("a", 24.0), ("b", 24.0 * factor))}
+    by_system = {
+        s: {128: {"peak_mib": mib}, 512: {"peak_mib": mib}} for s, mib in (("a", least), ("b", least * factor))
+    }
     figure = Figure()
     axis = figure.subplots()
     _memory(axis, by_system, _looks([by_system]))
     figure.canvas.draw()
     low, high = axis.get_ylim()
-    shown = [t.get_text() for t in axis.get_yticklabels() if low <= t.get_position()[1] <= high and t.get_text()]
+    ticks = [(t.get_position()[1], t.get_text()) for t in axis.get_yticklabels()]
+    shown = {float(text.replace(",", "")): at for at, text in ticks if low <= at <= high and text}
     assert axis.get_yscale() == scale
     assert len(shown) >= 3
-    assert len(set(shown)) == len(shown)
+    assert all(said == pytest.approx(at) for said, at in shown.items())
+
+
+def test_a_baseline_at_one_length_is_seen():
+    from matplotlib.figure import Figure
+
+    from tilewise.bench.plots import _looks, _speed
+
+    cells = {n: {"ok": True, "tflops": 2.0, "ratio_to_baseline": 0.5, "baseline": "sdpa"} for n in (64, 128)}
+    for lengths in ((64,), (64, 128)):
+        by_system = {"eager": {n: cells[n] for n in lengths}}
+        axis = Figure().subplots()
+        _speed(axis, by_system, _looks([by_system]))
+        (line,) = [line for line in axis.lines if line.get_label() == "sdpa, no term"]
+        assert (line.get_marker() != "None") == (len(lengths) == 1)
 
 
 def test_carried_cells_become_bars_with_the_slowest_cut(tmp_path):

@@ -87,13 +87,14 @@ def _speed(axis, by_system: dict[str, dict[int, dict]], looks: dict) -> None:
                 name = r["baseline"]
         _line(axis, points, system, looks)
     if plain and name not in by_system:
-        axis.plot(*zip(*sorted(plain.items()), strict=True), color="0.6", ls="--", lw=1.2, label=f"{name}, no term")
+        look = {"color": "0.6", "ls": "--", "lw": 1.2, "marker": "_" if len(plain) == 1 else None}
+        axis.plot(*zip(*sorted(plain.items()), strict=True), **look, label=f"{name}, no term")
     axis.set_ylim(bottom=0)
     _lengths(axis, by_system)
 
 
 def _memory(axis, by_system: dict[str, dict[int, dict]], looks: dict) -> None:
-    from matplotlib.ticker import LogLocator, StrMethodFormatter
+    from matplotlib.ticker import LogLocator
 
     drawn = []
     for system, by_length in _sorted(by_system):
@@ -106,7 +107,7 @@ def _memory(axis, by_system: dict[str, dict[int, dict]], looks: dict) -> None:
     else:
         # A logarithmic axis has no labelled tick within less than a factor of 2.
         axis.set_ylim(0, 1.1 * max(drawn, default=1))
-    axis.yaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
+    axis.yaxis.set_major_formatter(lambda mib, _: f"{mib:,.0f}" if mib == round(mib) else f"{mib:g}")
     _lengths(axis, by_system)
 
 
