@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any
-from weakref import WeakValueDictionary
+from weakref import WeakValueDictionary, ref
 
 import torch
 from torch import Tensor
@@ -49,6 +49,7 @@ class Passes:
 
     def __init__(self) -> None:
         self._kept: WeakValueDictionary[int, Kept] = WeakValueDictionary()
+        self._pass, self._last = -1, None
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -56,11 +57,15 @@ class Passes:
     def here(self) -> Kept:
         """That of the pass which runs now."""
         now = current_pass()
+        # A read asks each time: the dictionary costs three times this.
+        if now == self._pass and (kept := self._last()) is not None:
+            return kept
         kept = self._kept.get(now)
         if kept is None:
             kept = self._kept[now] = Kept()
             # Its owner: the engine lets go of what was queued when the pass has ended, also by an error.
             _queue_callback(lambda: kept)
+        self._pass, self._last = now, ref(kept)
         return kept
 
 

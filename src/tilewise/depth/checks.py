@@ -119,7 +119,8 @@ def check_update(update: Tensor, shape: torch.Size, device: torch.device, name: 
     """
     if not isinstance(update, Tensor):
         raise TypeError(f"{name}: found {type(update).__name__}, expected a tensor {tuple(shape)}")
-    _check_float(name, update)
+    if update.dtype not in FLOATS:
+        raise TypeError(f"{name}: found dtype {update.dtype}, expected {_FLOATS}")
     if update.shape != shape:
         raise ValueError(f"{name}: found shape {tuple(update.shape)}, expected {tuple(shape)}")
     if update.device != device:

@@ -205,6 +205,9 @@ class BlockReads:
             check_update(x, self._block.shape, source.device, name)
             if x.dtype != source.dtype:
                 raise TypeError(f"{name}: found dtype {x.dtype}, expected {source.dtype}, that of the sources")
+        return self._merge(i, update, prefix)
+
+    def _merge(self, i: int, update: Tensor, prefix: Tensor | None) -> tuple[Tensor, Tensor]:
         return _Read.apply(self._block, i, update, prefix, self._ticket)
 
 
@@ -360,20 +363,21 @@ class _Read(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         new, y = block.merge(i, flattened(update), flattened(prefix))
         p = None if i == 0 else update if prefix is None else owned(new, block.shape)
-        ctx.save_for_backward(p, ticket)
+        # p, where it is made here, leads to the ticket: one tensor less to save and to unpack.
+        ctx.save_for_backward(*((p, ticket) if prefix is None else (p,)))
         ctx.block, ctx.i, ctx.prefixed = block, i, prefix is not None
         return p, owned(y, block.shape)
 
     @staticmethod
     @once
     def backward(ctx, dp, dy):
-        p, ticket = ctx.saved_tensors
-        block, i = ctx.block, ctx.i
+        saved = ctx.saved_tensors
+        p, block, i = saved[0], ctx.block, ctx.i
         if dy is None:
             return None, None, dp, dp if ctx.prefixed else None, None
         kept = block.passes.here()
         if graph_wanted(ctx):
-            kept.touch(p, ticket, dy, dp)
+            kept.touch(*saved, dy, dp)
         grad = kept.value = kept.value or _BlockGrad(block)
         repeated = i in grad.done
         o1, places = grad.again(block, i) if repeated else grad.rows(block, i)

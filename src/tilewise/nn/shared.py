@@ -79,7 +79,7 @@ class SharedStream:
                 reads.output_eps, visit.end == self.schedule.sublayers, self._save_o1,
             )  # fmt: skip
             return self._block.first()
-        self._prefix, y = self._block.merge(sublayer - visit.start, self._update, self._prefix)
+        self._prefix, y = self._block._merge(sublayer - visit.start, self._update, self._prefix)
         self._update = None
         return y
 
