@@ -210,6 +210,18 @@ def test_misuse_raises():
         wrap_residuals(model, Schedule.block(8, 2))
     with pytest.raises(ValueError, match="a block size or 'full'"):
         wrap_residuals(model, "block")
+    for wrong in (None, True, 1.5, [2], ("full",)):
+        with pytest.raises(ValueError, match=r"schedule: found .*, expected a Schedule, a block size or 'full'"):
+            wrap_residuals(model, wrong)
+    for call in (lambda m: wrap_residuals(m, 2), unwrap_residuals):
+        for wrong in (None, "llama", model.state_dict()):
+            with pytest.raises(TypeError, match=r"model: found .*, expected a model"):
+                call(wrong)
+    twice = make("llama")
+    twice.model.layers[2] = twice.model.layers[0]
+    with pytest.raises(ValueError, match=r"model.layers\[2\]: found a layer that stands before it already"):
+        wrap_residuals(twice, 2)
+    assert not hasattr(twice.model, "attn_res")
     wrap_residuals(model, 2)
     with pytest.raises(ValueError, match="wrapped already"):
         wrap_residuals(model, 2)

@@ -188,6 +188,33 @@ def test_opcheck():
         assert set(torch.library.opcheck(packet.default, args, test_utils=OPCHECK).values()) == {"SUCCESS"}
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_results_have_the_strides_of_their_contracts(dtype):
+    """Of inputs in any layout; and without a norm none is an input itself. A compiler builds on both."""
+    op, norm = torch.ops.tilewise, (1e-6, 1e-6, "eager")
+    a, b, u, p, o1, dy = (torch.randn(D, 6).to(dtype).mT for _ in range(6))
+    v, q, w, lse = [a, b], torch.randn(D), torch.randn(2, D), torch.randn(6)
+    s, r, statistics = torch.randn(2, 2, 6), torch.rand(2, 6), torch.randn(2, 6)
+    calls = [
+        (op.depth_mix, (v, u, p, q, q, *norm)),
+        (op.depth_mix, (v[:1], None, None, q, None, *norm)),
+        (op.depth_mix_bwd, (dy, u, v, p, q, q, *norm)),
+        (op.depth_mix_bwd, (dy, None, v[:1], None, q, None, *norm)),
+        (op.depth_scores, (v, w, 1e-6, "eager")),
+        (op.depth_complete, (u, p, w, 1e-6, "eager")),
+        (op.depth_combine, (v, s, "eager")),
+        (op.depth_phase1_bwd, (torch.stack([dy, u]), statistics, v, w, s, statistics, r, "eager")),
+        (op.depth_phase2, (u, p, o1, lse, q, q, *norm)),
+        (op.depth_phase2, (None, None, o1, None, None, None, *norm)),
+        (op.depth_phase2_bwd, (dy, u, p, o1, lse, q, None, *norm)),
+        (op.depth_phase2_bwd, (dy, None, None, o1, None, None, None, *norm)),
+        (op.depth_phase2_bwd, (dy.contiguous(), None, None, o1.contiguous(), None, None, None, *norm)),
+    ]
+    for packet, args in calls:
+        found = torch.library.opcheck(packet.default, args, test_utils=("test_schema", "test_faketensor"))
+        assert set(found.values()) == {"SUCCESS"}
+
+
 def test_compiles_whole_and_dynamic():
     from torch._dynamo.utils import counters
 

@@ -339,7 +339,8 @@ def _phase2_bwd(dy, dp, p, o1, lse, q, w, eps, output_eps):
     o = wide(o1)
     if p is None:
         do, dw = _norm_bwd(wide(dy), o, w, output_eps)
-        return None, do.to(o1.dtype), None, None, dw
+        do = do.to(o1.dtype)
+        return None, do.clone() if do is dy else do, None, None, dw
     v = wide(p)
     s, r = _score(v, q, eps)
     pi = torch.sigmoid(s - lse)

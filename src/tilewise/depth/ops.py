@@ -122,7 +122,7 @@ def _mix_fake(sources, update, prefix, q, w, eps, output_eps, impl):
 def _mix_bwd(dy, dp, sources, p, q, w, eps, output_eps, impl):
     run = backend(impl, dy).mix_bwd
     grads, dprefix, dq, dw = run(_flat(dy), _flat(dp), _flats(sources), _flat(p), q, w, eps, output_eps)
-    grads = [g.reshape(v.shape) for g, v in zip(grads, sources, strict=True)]
+    grads = [owned(g, v.shape) for g, v in zip(grads, sources, strict=True)]
     return grads, _shaped(dprefix, dy), dq, _or_empty(dw, q)
 
 
@@ -147,7 +147,7 @@ def _scores_fake(sources, q, eps, impl):
 def _complete(update, prefix, q, eps, impl):
     b, s, r = backend(impl, update).complete(_flat(update), _flat(prefix), q, eps)
     tokens = update.shape[:-1]
-    return b.reshape(update.shape), s.reshape(len(q), *tokens), r.reshape(tokens)
+    return owned(b, update.shape), s.reshape(len(q), *tokens), r.reshape(tokens)
 
 
 def _complete_fake(update, prefix, q, eps, impl):
@@ -172,7 +172,7 @@ def _phase1_bwd(do1, dlse, sources, q, s, lse, r, impl):
     flat = [None if x is None else x.reshape(*x.shape[:k], T) for x, k in ((dlse, 1), (s, 2), (lse, 1), (r, 1))]
     do = [x.reshape(-1, x.shape[-1]) for x in do1.unbind(0)]
     grads, dq = backend(impl, do1).phase1_bwd(do, flat[0], _flats(sources), q, *flat[1:])
-    return [g.reshape(v.shape) for g, v in zip(grads, sources, strict=True)], dq
+    return [owned(g, v.shape) for g, v in zip(grads, sources, strict=True)], dq
 
 
 def _phase1_bwd_fake(do1, dlse, sources, q, s, lse, r, impl):
@@ -196,7 +196,7 @@ def _phase2_bwd(dy, dp, p, o1, lse, q, w, eps, output_eps, impl):
     dprefix, do, dlse, dq, dw = run(_flat(dy), _flat(dp), _flat(p), _flat(o1), flat_lse, q, w, eps, output_eps)
     dlse = dy.new_empty(0, dtype=_stat(dy)) if dlse is None else dlse.reshape(dy.shape[:-1])
     stat = dy.new_empty(0, dtype=_stat(dy))
-    return _shaped(dprefix, dy), do.reshape(dy.shape), dlse, _or_empty(dq, stat), _or_empty(dw, stat)
+    return _shaped(dprefix, dy), owned(do, dy.shape), dlse, _or_empty(dq, stat), _or_empty(dw, stat)
 
 
 def _phase2_bwd_fake(dy, dp, p, o1, lse, q, w, eps, output_eps, impl):

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from tilewise.depth import Schedule
+from tilewise.depth.checks import check_kind
 from tilewise.nn import AttnRes
 
 __all__ = ["unwrap_residuals", "wrap_residuals"]
@@ -39,7 +40,9 @@ def wrap_residuals(model: nn.Module, schedule: Schedule | int | str, *, impl: st
         The new module, also found as `attn_res` beside the model's `layers`.
 
     Raises:
-        ValueError: no decoder of this form, one that is wrapped already, or a schedule of another length.
+        TypeError: no model.
+        ValueError: no decoder of this form, one whose layers share a module, one that is wrapped already, or a schedule
+            of another length.
 
     Example:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -55,9 +58,11 @@ def wrap_residuals(model: nn.Module, schedule: Schedule | int | str, *, impl: st
         raise ValueError("model: found residuals that are wrapped already; call unwrap_residuals(model) first")
     layers, count = list(base.layers), 2 * len(base.layers)
     for index, layer in enumerate(layers):
+        if layer in layers[:index]:
+            raise ValueError(f"model.layers[{index}]: found a layer that stands before it already, expected each once")
         if reason := _why_not(layer):
             raise ValueError(f"model.layers[{index}]: found {type(layer).__name__}, {reason}")
-    if isinstance(schedule, int):
+    if isinstance(schedule, int) and not isinstance(schedule, bool):
         schedule = Schedule.block(count, schedule)
     elif schedule == "full":
         schedule = Schedule.full_attention(count)
@@ -85,6 +90,7 @@ def unwrap_residuals(model: nn.Module) -> None:
     """Give the decoder its own residual connections back; the parameters of the reads are dropped.
 
     Raises:
+        TypeError: no model.
         ValueError: the model is not wrapped.
     """
     base = _decoder(model)
@@ -97,6 +103,7 @@ def unwrap_residuals(model: nn.Module) -> None:
 
 
 def _decoder(model: nn.Module) -> Any:
+    check_kind("model", model, nn.Module, "a model of transformers")
     found = [m for m in model.modules() if isinstance(getattr(m, "layers", None), nn.ModuleList) and hasattr(m, "norm")]
     if len(found) != 1:
         raise ValueError(f"model: found {len(found)} modules with `layers` and `norm`, expected one decoder")
