@@ -127,6 +127,19 @@ def decoder():
     return modules.DecoderConfig(**sizes)
 
 
+STATES = [None, 1, x(T, D), (x(T, D),), residual()]
+READS = [1, "r", (), residual(), *(
+    residual().reads()._replace(**changes)
+    for changes in (
+        {"query": x(L, D)}, {"key_weight": x(L + 2, D)}, {"query": x(L + 1, D - 1)}, {"key_weight": None},
+        {"query": [x(D)] * (L + 1)}, {"last": L + 1}, {"first": -1}, {"query": x(L + 1, D, dtype=torch.int64)},
+    )
+)]  # fmt: skip
+BEGUN = functional.begin(x(T, D))
+WRITTEN = functional.read(BEGUN, PLAN, residual().reads(), 0, None)[1]
+DONE = functional.begin(x(T, D))
+for l in range(L):
+    DONE = functional.write(functional.read(DONE, PLAN, residual().reads(), l, None)[1], x(T, D))
 SIZES = dict(vocab=8, d=D, layers=2, heads=2, kv_heads=1, hidden=8)
 KIMI = {"hidden_size": 8, "num_hidden_layers": 4, "attn_res_block_size": 2, "rms_norm_eps": 1e-5}
 SERVE = dict(
@@ -199,6 +212,18 @@ CASES = {
         {"i": NO_INT, "update": streams(), "prefix": streams()},
     ),
     "begin": (functional.begin, {}, {"embedding": FIRST}),
+    "write": (functional.write, dict(state=WRITTEN, update=x(T, D)), {"state": STATES, "update": tensors(T, D)}),
+    "finish": (functional.finish, {}, {"state": STATES}),
+    "read": (
+        functional.read,
+        dict(state=BEGUN, schedule=PLAN, reads=residual().reads(), sublayer=0, norm_weight=None),
+        {"state": STATES, "schedule": PLANS, "reads": [None, 1, residual()], "sublayer": [*NO_INT, None, 1, 2]},
+    ),
+    "output": (
+        functional.output,
+        dict(state=DONE, reads=residual().reads(), norm_weight=None),
+        {"state": STATES, "reads": [None, 1, residual()], "norm_weight": WEIGHT},
+    ),
     "AttnRes": (
         lambda **a: modules.AttnRes(**(dict(d=D, schedule=PLAN) | a)),
         {},
@@ -211,7 +236,7 @@ CASES = {
         lambda **a: residual()(**(dict(embedding=x(T, D)) | a)),
         {},
         {
-            "embedding": [*FIRST, (x(T, D),), x(T, D + 1)], "norms": NORMS, "reads": [1, "r", residual()],
+            "embedding": [*FIRST, (x(T, D),), x(T, D + 1), x(T, D, device="meta")], "norms": NORMS, "reads": READS,
             "position": [*NO_INT, True, -1, 1, 9],
         },
     ),
@@ -228,7 +253,7 @@ CASES = {
         lambda **a: depth.InferenceState(**(dict(schedule=PLAN, reads=residual().reads(), max_tokens=8) | a)),
         {},
         {
-            "schedule": PLANS, "reads": [None, 1, residual(), (), residual(span=(0, 2)).reads()], "max_tokens": INT,
+            "schedule": PLANS, "reads": [*READS, None, residual(span=(0, 2)).reads()], "max_tokens": INT,
             "overlap_tokens": [*NO_INT, None, -1], "dtype": [torch.int32, "fp32", 16],
         },
     ),

@@ -70,6 +70,8 @@ class InferenceState:
         check_int("overlap_tokens", overlap_tokens, 0)
         check_kind("schedule", schedule, Schedule, "a Schedule")
         check_kind("reads", reads, Reads, "the reads of a module; pass module.reads()")
+        check_stream("reads.query", reads.query)
+        functional.check_reads(reads, schedule, reads.query.shape[-1], reads.query.device)
         if (reads.first, reads.last) != (0, schedule.sublayers):
             raise ValueError(
                 f"reads: found sublayers {reads.first} to {reads.last}, expected 0 to {schedule.sublayers}"

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tilewise.depth.checks import check_stream, check_update, check_vector
+from tilewise.depth.checks import check_kind, check_matrix, check_stream, check_update, check_vector
 from tilewise.depth.functional import (
     mix_norm,
     mix_update,
@@ -24,7 +24,7 @@ from tilewise.depth.functional import (
 )
 from tilewise.depth.schedule import Schedule, Visit
 
-__all__ = ["Reads", "State", "begin", "chosen_norm", "finish", "output", "read", "total", "write"]
+__all__ = ["Reads", "State", "begin", "check_reads", "chosen_norm", "finish", "output", "read", "total", "write"]
 
 
 class State(NamedTuple):
@@ -88,6 +88,21 @@ class Reads(NamedTuple):
         return query[sublayer - self.first], key_weight[sublayer - self.first]
 
 
+def check_reads(reads: Reads, schedule: Schedule, d: int, device: torch.device) -> None:
+    """Check reads that a caller gives: of sublayers of the schedule, with a row for each.
+
+    Raises:
+        TypeError: no reads, or parameters that are no tensors of floats.
+        ValueError: sublayers outside the schedule, or parameters of another shape or device.
+    """
+    check_kind("reads", reads, Reads, "the reads of a module; pass module.reads()")
+    first, last, L = reads.first, reads.last, schedule.sublayers
+    if not 0 <= first < last <= L:
+        raise ValueError(f"reads: found sublayers {first} to {last}, expected 0 <= first < last <= {L}")
+    for name, x in (("reads.query", reads.query), ("reads.key_weight", reads.key_weight)):
+        check_matrix(name, x, d, device, last - first + (last == L), optional=False)
+
+
 def chosen_norm(
     norms: Sequence[Tensor] | None, sublayer: int, weight: Tensor | None, d: int, device: torch.device
 ) -> Tensor | None:
@@ -121,9 +136,10 @@ def write(state: State, update: Tensor) -> State:
     """Take the output of the sublayer that was read last. The sum with the prefix is left to the next read.
 
     Raises:
-        TypeError: an update that is no tensor of a float dtype.
+        TypeError: no state, or an update that is no tensor of a float dtype.
         ValueError: an update that is waiting already, or of another shape than the stream.
     """
+    check_kind("state", state, State, "the state of a stream")
     if state.update is not None or (state.steps is not None and not state.steps % 2):
         raise ValueError("update: found a second write before a read, expected read and write to alternate")
     like = state.sources[0]
@@ -138,7 +154,12 @@ def total(number: int, prefix: Tensor | None, update: Tensor | None) -> Tensor:
 
 
 def finish(state: State) -> State:
-    """The same stream with the waiting update added to the prefix: what travels between pipeline stages."""
+    """The same stream with the waiting update added to the prefix: what travels between pipeline stages.
+
+    Raises:
+        TypeError: no state.
+    """
+    check_kind("state", state, State, "the state of a stream")
     return state._replace(prefix=total(len(state.sources), state.prefix, state.update), update=None)
 
 
@@ -165,9 +186,13 @@ def read(
         (input of sublayer l, state).
 
     Raises:
+        TypeError: no state, schedule or reads.
         ValueError: l is not the sublayer that the state stands before, or nothing was written since the read of l - 1.
         IndexError: l outside [0, L).
     """
+    check_kind("state", state, State, "the state of a stream")
+    check_kind("schedule", schedule, Schedule, "a Schedule")
+    check_kind("reads", reads, Reads, "the reads of a module; pass module.reads()")
     visit = schedule.visit(sublayer)
     if state.steps is not None and state.steps != 2 * sublayer:
         expected = f"{'write' if state.steps % 2 else 'read'}({state.steps // 2})"
@@ -258,8 +283,11 @@ def output(state: State, reads: Reads, norm_weight: Tensor | None) -> Tensor:
         norm_weight: weight of the model's final norm, or None.
 
     Raises:
-        ValueError: sublayers remain.
+        TypeError: no state or reads, or a weight that is no tensor of floats.
+        ValueError: sublayers remain, or the weight is not `[d]`.
     """
+    check_kind("state", state, State, "the state of a stream")
+    check_kind("reads", reads, Reads, "the reads of a module; pass module.reads()")
     if state.steps is not None and state.steps != 2 * reads.last:
         raise ValueError(f"output: found {state.steps // 2} of {reads.last} sublayers written, expected all")
     like = state.sources[0]

@@ -135,9 +135,13 @@ class AttnRes(nn.Module):
         state = embedding if resumed else functional.begin(embedding)
         if state.sources[0].shape[-1] != self.d:
             raise ValueError(f"embedding: found width {state.sources[0].shape[-1]}, expected {self.d}")
+        device = state.sources[0].device
+        if reads is not None:
+            functional.check_reads(reads, self.schedule, self.d, device)
+        elif device != self.query.device:
+            raise ValueError(f"embedding: found a tensor on {device}, expected one on {self.query.device}")
         reads = self.reads() if reads is None else reads
-        check_kind("reads", reads, Reads, "the reads of a module; pass module.reads()")
-        check_norms(norms, self.schedule.sublayers, self.d, state.sources[0].device)
+        check_norms(norms, self.schedule.sublayers, self.d, device)
         whole = position is None and not resumed and self.span == (0, self.schedule.sublayers)
         eager = torch.is_grad_enabled() and not torch.compiler.is_compiling()
         if norms is not None and whole and eager and not self.schedule.full:
