@@ -36,6 +36,32 @@ def test_t5_buckets_equal_the_hosts(num_buckets, max_distance, bidirectional, de
     assert torch.equal(tw.t5_buckets(num_buckets, max_distance, bidirectional)(FAR).long(), host)
 
 
+ODD = [16, 17, 25, 26, 27, 65, 76, 81, 101, 109, 128, 160, 320]
+"""Distances at which, with some number of buckets, a bucket ends at a whole distance but for rounding."""
+
+
+@pytest.mark.parametrize("bidirectional", [True, False])
+def test_t5_buckets_equal_the_hosts_whatever_their_number(bidirectional):
+    delta = torch.arange(-400, 401)
+    for buckets in (*range(4, 41), 96):
+        for distance in ODD:
+            if distance > (buckets // 2 if bidirectional else buckets) // 2:
+                host = T5Attention._relative_position_bucket(-delta, bidirectional, buckets, distance)
+                assert torch.equal(tw.t5_buckets(buckets, distance, bidirectional)(delta).long(), host), (
+                    buckets, distance,
+                )  # fmt: skip
+
+
+def test_deberta_slots_equal_the_hosts_whatever_their_number():
+    delta = torch.arange(-400, 401)
+    for buckets in range(4, 41):
+        for distance in ODD:
+            if distance - 1 > buckets // 2:
+                host = make_log_bucket_position(delta, buckets, distance).long() + buckets
+                got = tw.deberta_buckets(buckets, distance)(delta).long()
+                assert torch.equal(got, host.clamp(0, 2 * buckets - 1)), (buckets, distance)
+
+
 def test_wavlm_buckets_equal_the_hosts(default_dtype):
     host = WavLMAttention(16, 2)._relative_positions_bucket(-FAR)
     assert torch.equal(tw.t5_buckets(320, 800)(FAR).long(), host)
@@ -117,6 +143,19 @@ def test_every_map_is_a_value(rows, first, length):
 def test_log_buckets_never_fall(buckets, far):
     steps = tw.deberta_buckets(buckets, far)(torch.arange(-2 * far, 2 * far)).diff()
     assert steps.min() >= 0
+
+
+@pytest.mark.parametrize("buckets", range(4, 12))
+def test_no_row_changes_beyond_the_ends(buckets):
+    """An odd number of DeBERTa's buckets has its last one far beyond the distance: at 181 for 5 and 20."""
+    delta = torch.arange(-40_000, 40_001)
+    for rows in (tw.deberta_buckets(buckets, 20), tw.t5_buckets(buckets, 20), tw.t5_buckets(buckets, 20, False)):
+        lo, hi = rows.saturation
+        met = rows(delta)
+        assert -40_000 < lo <= hi < 40_000
+        assert (met[delta <= lo] == met[0]).all()
+        assert (met[delta >= hi] == met[-1]).all()
+        assert met[delta == hi - 1] != met[-1]
 
 
 @pytest.mark.parametrize("rows", [tw.t5_buckets(32, 10**9), tw.deberta_buckets(256, 10**9), tw.explicit([0, 1], 10**9)])

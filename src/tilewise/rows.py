@@ -147,7 +147,7 @@ def t5_buckets(num_buckets: int = 32, max_distance: int = 128, bidirectional: bo
     """T5's buckets: exact near the diagonal, logarithmic up to max_distance, one bucket beyond.
 
     Bidirectional (encoders) spends half of the buckets on each side; otherwise (decoders) keys ahead of the query share
-    bucket 0. Source: ``T5Attention._relative_position_bucket`` of transformers; equal to it for every offset.
+    bucket 0. Source: ``T5Attention._relative_position_bucket`` of transformers; equal to it for every offset, in fp32.
 
     Raises:
         ValueError: too few buckets, or a max_distance that leaves no room for the logarithmic half.
@@ -278,6 +278,11 @@ def _windowed(delta: Tensor, left: int, right: int, descending: int) -> Tensor:
     return torch.where((delta >= left) & (delta <= right), _clipped(delta, left, right, descending), NO_ROW)
 
 
+def _log(x: Tensor) -> Tensor:
+    """fp32, rounded once: where a bucket ends at a whole distance, fp64 all through ends it one token elsewhere."""
+    return x.double().log().float()
+
+
 def _t5(delta: Tensor, num_buckets: int, max_distance: int, bidirectional: int) -> Tensor:
     if bidirectional:
         num_buckets //= 2
@@ -285,7 +290,7 @@ def _t5(delta: Tensor, num_buckets: int, max_distance: int, bidirectional: int) 
     else:
         side, distance = torch.zeros_like(delta), delta.clamp(min=0)
     exact = num_buckets // 2
-    ratio = torch.log(distance.double().clamp(min=1) / exact) / math.log(max_distance / exact)
+    ratio = _log(distance.float().clamp(min=1) / exact) / math.log(max_distance / exact)
     far = (exact + (ratio * (num_buckets - exact)).to(torch.int64)).clamp(max=num_buckets - 1)
     return side + torch.where(distance < exact, distance, far)
 
@@ -295,7 +300,8 @@ def _deberta(delta: Tensor, position_buckets: int, max_relative_positions: int) 
         return (delta + max_relative_positions).clamp(0, 2 * max_relative_positions - 1)
     middle = position_buckets // 2
     distance = torch.where(delta.abs() < middle, middle - 1, delta.abs())
-    steps = torch.log(distance.double() / middle) / math.log((max_relative_positions - 1) / middle) * (middle - 1)
+    reach = torch.tensor((max_relative_positions - 1) / middle, dtype=torch.float32)
+    steps = _log(distance.float() / middle) / _log(reach) * (middle - 1)
     far = (torch.ceil(steps).to(torch.int64) + middle) * delta.sign()
     return (torch.where(distance <= middle, delta, far) + position_buckets).clamp(0, 2 * position_buckets - 1)
 
@@ -340,8 +346,9 @@ def _saturation(rows: RowMap) -> tuple[int, int] | None:
             first, listed, _ = _listed(rows.params[0])
             changes = (listed[1:] != listed[:-1]).nonzero().flatten()
             return (first + int(changes[0]), first + int(changes[-1]) + 1) if changes.numel() else (0, 0)
-    # Buckets never fall with the distance, so the first offset that has the last row is found by halving.
-    far = abs(rows.params[0]) + abs(rows.params[1])
+    # Buckets never fall with the distance, so the first offset that has the last row is found by halving, from the
+    # farthest offset that attention() takes: an odd number of DeBERTa's buckets has its last one beyond the distance.
+    far = 2**62
     return -_settles(rows, -1, far), _settles(rows, 1, far)
 
 
