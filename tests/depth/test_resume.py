@@ -6,7 +6,7 @@ import torch
 from tilewise.depth import InferenceState, Schedule
 from tilewise.depth import stream as functional
 from tilewise.depth.stream import State
-from tilewise.nn import AttnRes, Decoder, DecoderConfig
+from tilewise.nn import AttnRes, Decoder, DecoderConfig, StandardResidual
 from tilewise.nn.decoder import KVCache
 
 D, L = 8, 6
@@ -133,6 +133,42 @@ def test_a_step_of_inference_says_what_it_expects(name):
         stream.write(l, torch.sin((l + 1) * y))
     with pytest.raises(ValueError, match=r"expected output\(\)"):
         stream.read(0)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_the_norms_of_a_pass_are_those_of_its_start(name):
+    """A list that changes meanwhile changes no pass, of whatever kind."""
+    residual, x = module(name), torch.randn(3, D, dtype=torch.float64)
+    state = InferenceState(residual.schedule, residual.reads(), max_tokens=3)
+    for make in (residual, StandardResidual(L), state):
+        for context in (torch.enable_grad(), torch.no_grad()):
+            outputs = []
+            for change in (False, True):
+                norms = [torch.full((D,), 1.0 + l, dtype=torch.float64) for l in range(L)]
+                with context:
+                    stream = make(x, norms=norms)
+                    go(stream, 1)
+                    if change:
+                        norms[:] = norms[::-1]
+                    outputs.append(go(stream, L).output())
+            torch.testing.assert_close(*outputs, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("wrong", [0.0, None, "0", torch.tensor(0)])
+def test_a_sublayer_is_an_integer_and_a_refusal_takes_no_turn(wrong):
+    residual, x = module("block"), torch.randn(3, D, dtype=torch.float64)
+    norms = torch.ones(L, D, dtype=torch.float64).unbind(0)
+    state = InferenceState(residual.schedule, residual.reads(), max_tokens=3)
+    for make in (residual, StandardResidual(L), state):
+        for given in (None, norms):
+            stream = make(x, norms=given)
+            with pytest.raises((TypeError, ValueError), match="sublayer: found"):
+                stream.read(wrong)
+            stream.read(0)
+            if make is not state:
+                with pytest.raises(TypeError, match=r"sublayer: found .*, expected an integer"):
+                    stream.write(wrong, x)
+            stream.write(0, x)
 
 
 def decoder(**changes):

@@ -69,13 +69,10 @@ class InferenceState:
         check_int("max_tokens", max_tokens, 1)
         check_int("overlap_tokens", overlap_tokens, 0)
         check_kind("schedule", schedule, Schedule, "a Schedule")
-        check_kind("reads", reads, Reads, "the reads of a module; pass module.reads()")
-        check_stream("reads.query", reads.query)
-        functional.check_reads(reads, schedule, reads.query.shape[-1], reads.query.device)
+        functional.check_reads(reads, schedule)
         if (reads.first, reads.last) != (0, schedule.sublayers):
-            raise ValueError(
-                f"reads: found sublayers {reads.first} to {reads.last}, expected 0 to {schedule.sublayers}"
-            )
+            found = f"{reads.first} to {reads.last}"
+            raise ValueError(f"reads: found sublayers {found}, expected 0 to {schedule.sublayers}")
         made = reads.schedule
         if made is not None and (made.full != schedule.full or (not made.full and made.starts != schedule.starts)):
             raise ValueError(f"reads: found those of {made}, expected those of {schedule}, or one with the same blocks")
@@ -181,7 +178,7 @@ class InferenceStream:
     def __init__(
         self, owner: InferenceState, embedding: Tensor, step: int, norms: Sequence[Tensor] | None = None
     ) -> None:
-        self._owner, self._step, self._norms = owner, step, norms
+        self._owner, self._step, self._norms = owner, step, None if norms is None else tuple(norms)
         self._shape, self._tokens = embedding.shape, embedding.shape[:-1].numel()
         self._prefix: Tensor | None = None
         self._update: Tensor | None = None
@@ -201,7 +198,9 @@ class InferenceStream:
         """
         self._check(
             f"read({sublayer})",
-            sublayer == self.position < self._owner.schedule.sublayers and (sublayer == 0 or self._update is not None),
+            isinstance(sublayer, int)
+            and sublayer == self.position < self._owner.schedule.sublayers
+            and (sublayer == 0 or self._update is not None),
         )
         bank = self._owner.bank
         norm_weight = functional.chosen_norm(self._norms, sublayer, norm_weight, bank.shape[-1], bank.device)

@@ -88,8 +88,8 @@ class Reads(NamedTuple):
         return query[sublayer - self.first], key_weight[sublayer - self.first]
 
 
-def check_reads(reads: Reads, schedule: Schedule, d: int, device: torch.device) -> None:
-    """Check reads that a caller gives: of sublayers of the schedule, with a row for each.
+def check_reads(reads: Reads, schedule: Schedule, d: int | None = None, device: torch.device | None = None) -> None:
+    """Check reads that a caller gives: of sublayers of the schedule, with a row for each; None: as the query's.
 
     Raises:
         TypeError: no reads, or parameters that are no tensors of floats.
@@ -99,6 +99,8 @@ def check_reads(reads: Reads, schedule: Schedule, d: int, device: torch.device) 
     first, last, L = reads.first, reads.last, schedule.sublayers
     if not 0 <= first < last <= L:
         raise ValueError(f"reads: found sublayers {first} to {last}, expected 0 <= first < last <= {L}")
+    shape, _, own = check_stream("reads.query", reads.query)
+    d, device = shape[-1] if d is None else d, own if device is None else device
     for name, x in (("reads.query", reads.query), ("reads.key_weight", reads.key_weight)):
         check_matrix(name, x, d, device, last - first + (last == L), optional=False)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from tilewise.depth.checks import check_kind
+
 __all__ = ["Order"]
 
 
@@ -12,6 +14,7 @@ class Order:
         self.next, self.last, self.reading = first, last, True
 
     def read(self, sublayer: int) -> None:
+        check_kind("sublayer", sublayer, int, "an integer")
         if not self.reading or sublayer != self.next or self.next == self.last:
             raise ValueError(f"sublayer: found read({sublayer}), expected {self.expected()}{self.hint()}")
         self.reading = False
@@ -22,6 +25,7 @@ class Order:
 
     def check_write(self, sublayer: int) -> None:
         """As :meth:`write`, without taking the turn: a write that is refused for another reason may be repeated."""
+        check_kind("sublayer", sublayer, int, "an integer")
         if self.reading or sublayer != self.next:
             raise ValueError(f"sublayer: found write({sublayer}), expected {self.expected()}{self.hint()}")
 

@@ -36,7 +36,7 @@ class SharedStream:
         self, schedule: Schedule, reads: Reads, embedding: Tensor, norms: Sequence[Tensor], save_o1: bool = False
     ) -> None:
         self.schedule, self.reads, self._save_o1 = schedule, reads, save_o1
-        self._norms, self._order = norms, Order(0, schedule.sublayers)
+        self._norms, self._order = tuple(norms), Order(0, schedule.sublayers)
         self._sources = [SharedSource(embedding)]
         self._shape, self._dtype, self._device = embedding.shape, embedding.dtype, embedding.device
         check_call(reads.impl, embedding)
@@ -73,7 +73,7 @@ class SharedStream:
                 self._sources.append(SharedSource(total(len(self._sources), self._prefix, self._update)))
                 self._prefix = self._update = None
             n, reads = len(self._sources) - 1, self.reads
-            norms = narrowed(torch.stack(tuple(self._norms[visit.start : visit.end])), self._dtype)
+            norms = narrowed(torch.stack(self._norms[visit.start : visit.end]), self._dtype)
             self._block = reads_of_folded(
                 self._sources, self._queries[n], self._flat[n], norms, self._run, self._shape, reads.eps,
                 reads.output_eps, visit.end == self.schedule.sublayers, self._save_o1,

@@ -45,7 +45,8 @@ class Stream:
         position: int | None = None,
         norms: Sequence[Tensor] | None = None,
     ) -> None:
-        self.schedule, self.reads, self.state, self._norms = schedule, reads, state, norms
+        self.schedule, self.reads, self.state = schedule, reads, state
+        self._norms = None if norms is None else tuple(norms)
         self.complete = functional.total
         self._order = Order(_position(schedule, reads, state, position), reads.last)
 
@@ -138,7 +139,8 @@ class StandardStream:
     ) -> None:
         check_stream("embedding", embedding)
         check_norms(norms, sublayers, embedding.shape[-1], embedding.device)
-        self.hidden, self._order, self._norms = embedding, Order(0, sublayers), norms
+        self.hidden, self._order = embedding, Order(0, sublayers)
+        self._norms = None if norms is None else tuple(norms)
         self._norm = partial(rms_norm, eps=output_eps)
 
     @property

@@ -229,7 +229,7 @@ class ShardedStream:
         shared: Sequence[Tensor] | None = None,
     ) -> None:
         self.local, self._shape, self._group, self._partial = local, shape, group, partial
-        self._norms, self._shared = norms, shared
+        self._norms, self._shared = (None if x is None else tuple(x) for x in (norms, shared))
         self._tokens, self._device = shape[:-1].numel(), device
 
     def read(self, sublayer: int, norm_weight: Tensor | None = None) -> Tensor:
