@@ -145,3 +145,17 @@ def test_second_derivatives_are_refused_whichever_the_two_leaves(first, loss):
     for leaf in leaves.values():
         with pytest.raises(RuntimeError, match="these gradients cannot be differentiated again"):
             torch.autograd.grad(grad.cos().sum() + leaf.square().sum(), leaf, retain_graph=True)
+
+
+def test_second_derivatives_of_the_reference_are_exact_with_norms_given_at_the_start_too():
+    residual = AttnRes(D, Schedule.block(4, 2), impl="reference", dtype=torch.float64)
+    torch.nn.init.normal_(residual.query)
+    x, *norms = (torch.randn(*s, D, dtype=torch.float64, requires_grad=True) for s in ((T,), (), (), (), ()))
+
+    def output(x, query, norm):
+        stream = residual(x, norms=[norm, *norms[1:]], reads=residual.reads()._replace(query=query))
+        for l in range(4):
+            stream.write(l, torch.sin(stream.read(l)))
+        return stream.output()
+
+    assert torch.autograd.gradgradcheck(output, (x, residual.query, norms[0]))

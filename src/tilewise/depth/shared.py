@@ -96,7 +96,8 @@ def mix_norm_shared(
 
     Args:
         sources: :class:`SharedSource` objects.
-        query, key_weight, output_weight, eps, output_eps, impl: as in :func:`tilewise.depth.mix_norm`.
+        query, key_weight, output_weight, eps, output_eps, impl: as in :func:`tilewise.depth.mix_norm`; `reference` has
+            no shared gradients and means `eager` here.
 
     Returns:
         y `[..., d]`.
@@ -130,7 +131,7 @@ class BlockReads:
         output_eps: epsilon of the output norms; None means `eps`.
         save_o1: keep o1 for the backward (S more tensors a block); otherwise it is recomputed from the saved scores,
             half a block at a time, which reads the sources once more.
-        impl: as in :func:`tilewise.depth.mix`.
+        impl: as in :func:`tilewise.depth.mix`; `reference` has no shared gradients and means `eager` here.
 
     Raises:
         TypeError: a source is not a SharedSource.

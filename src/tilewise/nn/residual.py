@@ -144,7 +144,7 @@ class AttnRes(nn.Module):
         check_norms(norms, self.schedule.sublayers, self.d, device)
         whole = position is None and not resumed and self.span == (0, self.schedule.sublayers)
         eager = torch.is_grad_enabled() and not torch.compiler.is_compiling()
-        if norms is not None and whole and eager and not self.schedule.full:
+        if norms is not None and whole and eager and not self.schedule.full and reads.impl != "reference":
             return SharedStream(self.schedule, reads, embedding, norms, self.save_o1)
         return Stream(self.schedule, reads.apart() if position is None else reads, state, position, norms)
 
