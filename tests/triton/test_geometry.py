@@ -8,7 +8,7 @@ import torch
 
 import tilewise
 from tilewise import rows
-from tilewise.triton.terms import FAR, Geometry, column_rows, end_rows, saturation
+from tilewise.triton.terms import FAR, Geometry, column_rows, end_rows, rows_of, saturation
 
 SOURCE = Path(tilewise.__file__).parent / "triton"
 
@@ -61,7 +61,7 @@ def test_every_entry_has_its_place(n_rows, others, offset, lo, hi, keyed, tile):
 
 def test_columns_find_the_rows_of_their_offsets():
     for m in (rows.clipped(-7, 5, descending=True), rows.t5_buckets(), rows.windowed(-3, 4), rows.identity(400)):
-        lo, hi = saturation([m]) or (-FAR, FAR)
+        lo, hi = saturation([m], FAR) or (-FAR, FAR)
         for keyed in (False, True):
             g = Geometry.make(300, 260, 20, lo, hi, (64, 64), keyed)
             found = column_rows(m, g, g.first, g.last, torch.device("cpu"))
@@ -76,8 +76,18 @@ def test_ends_of_maps():
     assert end_rows(rows.clipped(-2, 3)) == (5, 0)
     assert end_rows(rows.windowed(-2, 3)) == (rows.NO_ROW, rows.NO_ROW)
     assert end_rows(rows.identity(9)) == (-1, -1)
-    assert saturation([rows.clipped(-2, 3), rows.clipped(-9, 1)]) == (-9, 3)
-    assert saturation([rows.clipped(-2, 3), rows.identity(9)]) is None
+    assert saturation([rows.clipped(-2, 3), rows.clipped(-9, 1)], 20) == (-9, 3)
+    assert saturation([rows.clipped(-2, 3), rows.identity(9)], 20) is None
+    assert saturation([rows.clipped(-2, 30), rows.clipped(-900, 1)], 20) == (-20, 20)
+    assert saturation([rows.clipped(200, 300)], 20) == (20, 20)
+
+
+def test_few_buckets_of_a_vast_distance_list_no_more_offsets_than_a_call_has():
+    """Their ends: (−130,561, 512) and (−5e17, 1e9)."""
+    delta = torch.arange(-3000, 3000)
+    for m in (rows.deberta_buckets(5, 512), rows.deberta_buckets(5, 10**9), rows.t5_buckets(32, 10**9)):
+        assert saturation([m], 1500)[0] == -1500
+        assert torch.equal(rows_of(m, delta), m(delta))
 
 
 def test_the_core_names_no_mechanism_and_no_kernel_is_atomic():

@@ -98,7 +98,7 @@ class Facts:
         self.BD, self.BV = padded(self.d), padded(self.dv)
         self.c = call.scale * LOG2E
         self.ports = list(call.ports)
-        ends = saturation([p.rows for p in self.ports]) if self.ports else None
+        ends = saturation([p.rows for p in self.ports], self.Tq + self.Tk + abs(call.offset)) if self.ports else None
         self.bounded = ends is not None
         # Where no tile is saturated, nothing of what prepares for such tiles is done.
         self.sides = self.bounded and saturated(self.Tq, self.Tk, call.offset, *ends)

@@ -226,12 +226,17 @@ def _window(first: int, tile: tuple[int, int], signed: int, ahead: int, behind: 
     return (first + signed - ahead + 1) // WN * WN, -(-(first + WM - 1 + signed + behind) // WN) * WN
 
 
-def saturation(maps: list[RowMap]) -> tuple[int, int] | None:
-    """The band of several maps at once: (lo, hi) beyond which all are saturated; None where one never is."""
+def saturation(maps: list[RowMap], reach: int) -> tuple[int, int] | None:
+    """The band of several maps at once: (lo, hi) beyond which all are saturated; None where one never is.
+
+    No further than `reach`, which no offset has: few buckets of a vast distance end far beyond any length, and what is
+    made for a band is as wide as the band.
+    """
     ends = [m.saturation for m in maps]
     if any(e is None for e in ends):
         return None
-    return min(e[0] for e in ends), max(e[1] for e in ends)
+    lo, hi = min(e[0] for e in ends), max(e[1] for e in ends)
+    return min(max(lo, -reach), reach), min(max(hi, -reach), reach)
 
 
 def end_rows(rows: RowMap) -> tuple[int, int]:
@@ -242,6 +247,10 @@ def end_rows(rows: RowMap) -> tuple[int, int]:
     return int(rows.span(hi, hi)[0]), int(rows.span(lo, lo)[0])
 
 
+LISTED = 1 << 22
+"""Offsets between a map's ends up to which all their rows are kept; few buckets of a vast distance have more."""
+
+
 @cached(64)
 def _master(rows: RowMap, device: torch.device) -> torch.Tensor:
     lo, hi = rows.saturation
@@ -249,11 +258,13 @@ def _master(rows: RowMap, device: torch.device) -> torch.Tensor:
 
 
 def rows_of(rows: RowMap, delta: torch.Tensor) -> torch.Tensor:
-    """φ of offsets on their own device (int32): maps with ends are read from a copy made once a device."""
+    """φ of offsets on their own device (int32): maps with near ends are read from a copy made once a device."""
     if rows.saturation is None:
         reach, descending = rows.params
         return (reach - delta if descending else delta + reach).clamp(0, rows.size - 1).to(torch.int32)
     lo, hi = rows.saturation
+    if hi - lo > LISTED:
+        return rows(delta).to(delta.device)
     return _master(rows, delta.device)[(delta.clamp(lo, hi) - lo).to(torch.int64)]
 
 
