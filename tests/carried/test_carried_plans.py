@@ -13,10 +13,13 @@ import torch
 from carried_cases import CarriedConfig, inputs
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import tilewise.carried
 from tilewise.carried import Carry, TileLayout, carried_attention, choose_plan, policy
+from tilewise.carried.triton import launch
 from tilewise.mask import Mask
+from tilewise.triton.config import Limits
 
 GIB = 2**30
 OPTIONS = (0.3, 2, 0.0, 0.0, 16, True, -1, [True], torch.float16, False, 0, "blocked")
@@ -107,6 +110,16 @@ def test_policy_says_why():
     assert decide(5 * one, plan="stored")[0].reason == "asked for"
 
 
+def test_policy_stores_longer_blocks_than_the_kernels_sum_whatever_is_free():
+    config = CarriedConfig(tile=16, layers=5)
+    layout, sizes = TileLayout(config, 64, 64), {"dtype": torch.bfloat16, "device": torch.device("cpu"), "free": 0}
+    found = choose_plan(config, layout, 1, 4, impl="triton", **sizes)
+    assert found[:2] == ("stored", "triton")
+    assert found.reason == "the only plan that the kernels run: layers is 5; the kernels sum up to 4"
+    assert (found.saved_bytes, found.transient_bytes) == (4 * layout.nbytes(1, 4), layout.nbytes(1, 4))
+    assert choose_plan(config, layout, 1, 4, impl="blocked", **sizes).plan == "recompute"
+
+
 def test_policy_counts_what_the_kernels_use_for_e():
     """Recompute saves nothing, and its kernels form E, of some heads at a time, where no layer asks for it."""
     config = CarriedConfig(plan="recompute")
@@ -153,6 +166,68 @@ def test_policy_is_what_runs():
     _, carry = carried_attention(q[0], k[0], v[0], first)
     assert carry.decision.plan == first.decision.plan in ("stored", "mixed", "recompute")
     assert carry.decision.impl == "blocked"
+
+
+def on_a_gpu(monkeypatch, config, dtype=torch.bfloat16, d=128, layers=1, limits=(9, 232448)):
+    """Decisions of calls on a GPU that is not there: tensors that hold nothing but shapes, and so many bytes free."""
+    monkeypatch.setattr(launch, "limits_of", lambda device: Limits.of((limits[0], 0), limits[1]))
+    monkeypatch.setattr(policy, "free_memory", lambda device: 64 * GIB)
+    layout = TileLayout(config, 256, 256)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        carry, decisions = Carry(config, layout=layout), []
+        for _ in range(layers):
+            q, k, v = (torch.empty(1, h, 256, d, dtype=dtype, device="cuda") for h in (4, 2, 2))
+            o, carry = carried_attention(q, k, v, carry)
+            assert (o.shape, o.device.type) == (q.shape, "cuda")
+            decisions.append(carry.decision)
+    assert len(set(decisions)) == 1
+    return decisions[0]
+
+
+@pytest.mark.parametrize("impl", ["auto", "triton"])
+@pytest.mark.parametrize("training", [True, False])
+def test_blocks_of_more_layers_than_a_kernel_sums_are_stored_on_a_gpu(monkeypatch, impl, training):
+    """They were left to the any-device path, and refused with impl='triton'."""
+    with torch.set_grad_enabled(training):
+        found = on_a_gpu(monkeypatch, CarriedConfig(layers=8, impl=impl), layers=8)
+        assert (found.plan, found.impl) == ("stored", "triton")
+        assert "layers is 8; the kernels sum up to 4, any number with plan='stored'" in found.reason
+        four = on_a_gpu(monkeypatch, CarriedConfig(layers=4, impl=impl), layers=4)
+        assert (four.plan, four.impl) == ("stored" if training else "mixed", "triton")
+        assert "layers" not in four.reason
+
+
+def test_where_only_one_layer_fits_shared_memory_auto_is_stored_on_a_gpu(monkeypatch):
+    small = {"dtype": torch.float32, "d": 256, "limits": (8, 101376)}
+    found = on_a_gpu(monkeypatch, CarriedConfig(), **small)
+    assert (found.plan, found.impl) == ("stored", "triton")
+    assert "too few to sum the scores of 4 layer(s)" in found.reason
+    named = on_a_gpu(monkeypatch, CarriedConfig(plan="recompute"), **small)
+    assert (named.plan, named.impl) == ("recompute", "blocked")
+    assert named.reason.startswith("asked for; the kernels cannot run it: a program has 101376 bytes")
+
+
+@pytest.mark.parametrize(
+    ("options", "sizes", "why"),
+    [
+        ({"layers": 8, "plan": "mixed"}, {}, "layers is 8; the kernels sum up to 4, any number with plan='stored'"),
+        ({}, {"d": 512}, "head widths are 512 and 512; the kernels take up to 256"),
+        ({"layers": 8}, {"dtype": torch.float64}, "q is torch.float64; the kernels take fp16, bf16 and fp32"),
+        ({"carry_dtype": torch.float64}, {}, "carry_dtype is torch.float64"),
+        ({"layers": 1}, {"d": 257}, "head widths are 257"),
+    ],
+)
+def test_a_decision_says_why_the_kernels_do_not_run(monkeypatch, options, sizes, why):
+    found = on_a_gpu(monkeypatch, CarriedConfig(**options), **sizes)
+    assert found.impl == "blocked"
+    assert f"; the kernels cannot run it: {why}" in found.reason
+
+
+def test_a_decision_on_the_cpu_says_why_the_kernels_do_not_run():
+    q, k, v = inputs(layers=1)
+    for impl in ("auto", "blocked"):
+        _, carry = carried_attention(q[0], k[0], v[0], Carry(CarriedConfig(tile=16, impl=impl)))
+        assert ("; the kernels cannot run it: q is on cpu" in carry.decision.reason) == (impl == "auto")
 
 
 def operands(n, stored):

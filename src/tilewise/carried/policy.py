@@ -9,7 +9,7 @@ import torch
 
 from .config import CarriedConfig
 from .layout import TileLayout
-from .triton.settings import TRANSIENT
+from .triton.settings import MOST, TRANSIENT
 
 __all__ = ["Decision", "choose_plan", "free_memory"]
 
@@ -69,7 +69,7 @@ def free_memory(device: torch.device) -> int | None:
 
 def choose_plan(
     config: CarriedConfig, layout: TileLayout, B: int, H: int, *, dtype: torch.dtype, device: torch.device,
-    training: bool = True, impl: str = "blocked", free: int | None = None,
+    training: bool = True, impl: str = "blocked", free: int | None = None, refusal: str | None = None,
 ) -> Decision:  # fmt: skip
     """Pick the plan of a block.
 
@@ -77,7 +77,8 @@ def choose_plan(
     ``mixed`` keeps one and forms the rest again, ``recompute`` keeps none and forms every earlier layer's scores again
     in every layer (its kernels use at most 512 MiB for E, a part of the heads at a time). The first whose saved and
     transient bytes fit in half of the free memory is taken, in that order, since each saves matrix products over the
-    next. Plans differ in rounding: name one where runs have to be bitwise equal although the free memory is not.
+    next. The kernels sum the scores of four layers at most, so longer blocks are ``stored`` there, whatever is free.
+    Plans differ in rounding: name one where runs have to be bitwise equal although the free memory is not.
 
     Args:
         config: options; a plan other than ``auto`` is taken as it is.
@@ -87,6 +88,8 @@ def choose_plan(
         training: whether a backward pass follows.
         impl: what runs the plan.
         free: bytes free; default :func:`free_memory`.
+        refusal: with ``impl="triton"`` why the kernels run ``stored`` and no other plan, with ``blocked`` why they do
+            not run; part of the reason.
 
     Example:
         >>> config = CarriedConfig(tile=16)
@@ -104,29 +107,42 @@ def choose_plan(
         # The kernels form E for some heads at a time even where no layer asks for it.
         "recompute": (0, min(e or one, TRANSIENT) if training and impl == "triton" else 0),
     }
+    plan, reason = _picked(config, size, training, impl, device, free, refusal)
+    if impl == "blocked" and refusal is not None:
+        reason = f"{reason}; the kernels cannot run it: {refusal}"
+    return Decision(plan, impl, reason, *size[plan])
+
+
+def _picked(
+    config: CarriedConfig, size: dict[str, tuple[int, int]], training: bool, impl: str, device: torch.device,
+    free: int | None, refusal: str | None,
+) -> tuple[str, str]:  # fmt: skip
+    """The plan and why, of plans that save and use `size` bytes."""
     if config.plan != "auto":
-        return Decision(config.plan, impl, "asked for", *size[config.plan])
+        return config.plan, "asked for"
     if config.layers == 1:
-        return Decision("recompute", impl, "a block of one layer carries nothing", *size["recompute"])
+        return "recompute", "a block of one layer carries nothing"
     if impl == "reference":
-        return Decision("recompute", impl, "the dense reference keeps whole score matrices", 0, 0)
+        return "recompute", "the dense reference keeps whole score matrices"
+    if impl == "triton" and refusal is None and config.layers > MOST:
+        refusal = f"layers is {config.layers}; the kernels sum up to {MOST}"
+    if impl == "triton" and refusal is not None:
+        return "stored", f"the only plan that the kernels run: {refusal}"
     if torch.compiler.is_compiling():
-        return Decision(
-            "recompute", impl, "free memory cannot be read while a graph is traced; name a plan to store scores", 0, 0
-        )
+        return "recompute", "free memory cannot be read while a graph is traced; name a plan to store scores"
     free = free_memory(device) if free is None else free
     if free is None:
-        return Decision("recompute", impl, f"free memory of {device.type} is not known", 0, 0)
+        return "recompute", f"free memory of {device.type} is not known"
     budget, gib = SHARE * free, 2.0**30
+    blocks = config.blocks if training else 1
     refused = []
     for plan in ("stored", "mixed") if training else ("mixed",):
         need = sum(size[plan])
         if need <= budget:
             why = f"{need / gib:.2f} GiB for {blocks} block(s) fit in half of the {free / gib:.2f} GiB free"
-            return Decision(plan, impl, "; ".join([*refused, why]), *size[plan])
+            return plan, "; ".join([*refused, why])
         refused.append(f"{plan} needs {need / gib:.2f} GiB")
-    why = f"more than half of the {free / gib:.2f} GiB free"
-    return Decision("recompute", impl, f"{', '.join(refused)}: {why}", *size["recompute"])
+    return "recompute", f"{', '.join(refused)}: more than half of the {free / gib:.2f} GiB free"
 
 
 def carry_dtypes(config: CarriedConfig, dtype: torch.dtype) -> tuple[torch.dtype, torch.dtype]:

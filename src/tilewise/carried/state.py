@@ -152,8 +152,9 @@ def carried_attention(
         carry.layout = following.layout = TileLayout(config, Tq, k.shape[2], carry.mask, carry.offset, q.device)
     layout = carry.layout
     if not carry._decided:
+        impl, why = _implementation(config, q, k, v)
         decision = choose_plan(config, layout, B, H, dtype=q.dtype, device=q.device, training=torch.is_grad_enabled(),
-                               impl=_implementation(config, q, k, v))  # fmt: skip
+                               impl=impl, refusal=why)  # fmt: skip
         carry.decision, carry._decided = decision, True
     following.decision, following._decided = carry.decision, not last
 
@@ -275,17 +276,20 @@ def _version(z: Tensor | None) -> int:
     return 0 if z is None or torch.compiler.is_compiling() or z.is_inference() else z._version
 
 
-def _implementation(config: CarriedConfig, q: Tensor, k: Tensor, v: Tensor) -> str:
-    if config.impl == "blocked" or (config.impl == "auto" and q.device.type != "cuda"):
-        return "blocked"
+def _implementation(config: CarriedConfig, q: Tensor, k: Tensor, v: Tensor) -> tuple[str, str | None]:
+    """What runs a block, and why the kernels do not, or no plan but ``stored``."""
+    if config.impl == "blocked":
+        return "blocked", None
+    if config.impl == "auto" and q.device.type != "cuda":
+        return "blocked", f"q is on {q.device.type}"
     from .triton.launch import refusal
 
     why = refusal(q, k, v, config)
-    if why is None:
-        return "triton"
+    if why is None or (config.plan == "auto" and refusal(q, k, v, config, "stored") is None):
+        return "triton", why
     if config.impl == "triton":
         raise ValueError(f"impl='triton' cannot run this call: {why}; nearest legal call: impl='blocked'")
-    return "blocked"
+    return "blocked", why
 
 
 def _autocast(*tensors: Tensor) -> list[Tensor]:

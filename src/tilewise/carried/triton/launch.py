@@ -11,7 +11,7 @@ from ...triton.plan import limits_of, padded
 from ..config import CarriedConfig, Options
 from ..layout import by_token
 from . import settings
-from .prepare import LOG2E, MOST, PLANES, TYPES, Backward, Facts, backward_of, forward_of, four, strides_of
+from .prepare import LOG2E, PLANES, TYPES, Backward, Facts, backward_of, forward_of, four, strides_of
 
 __all__ = ["backward", "forward", "refusal"]
 
@@ -19,8 +19,9 @@ INTERPRETED = triton.knobs.runtime.interpret
 """Whether kernels run in Triton's interpreter, asked when they were decorated: a traced graph cannot ask Triton."""
 
 
-def refusal(q: Tensor, k: Tensor, v: Tensor, config: CarriedConfig) -> str | None:
-    """Why the kernels cannot run a call, or None."""
+def refusal(q: Tensor, k: Tensor, v: Tensor, config: CarriedConfig, plan: str | None = None) -> str | None:
+    """Why the kernels cannot run a call in a plan (default: the config's; ``auto`` stands for all), or None."""
+    plan = config.plan if plan is None else plan
     if q.device.type != "cuda" and not INTERPRETED:
         return f"q is on {q.device.type}; the kernels run on cuda"
     if q.dtype == torch.bfloat16 and INTERPRETED:
@@ -30,10 +31,10 @@ def refusal(q: Tensor, k: Tensor, v: Tensor, config: CarriedConfig) -> str | Non
     if max(q.shape[-1], v.shape[-1]) > 256:
         return f"head widths are {q.shape[-1]} and {v.shape[-1]}; the kernels take up to 256"
     # Where a graph is traced the tiles say so, when it runs: cached functions cannot be traced.
-    if not torch.compiler.is_compiling() and (why := _lacking(q, v, config)) is not None:
+    if not torch.compiler.is_compiling() and (why := _lacking(q, v, config, plan)) is not None:
         return why
-    if config.layers > MOST and config.plan != "stored":
-        return f"layers is {config.layers}; the kernels sum up to {MOST}, any number with plan='stored'"
+    if config.layers > settings.MOST and plan != "stored":
+        return f"layers is {config.layers}; the kernels sum up to {settings.MOST}, any number with plan='stored'"
     for name, dtype in (("carry_dtype", config.carry_dtype), ("grad_dtype", config.grad_dtype)):
         if dtype is not None and dtype not in TYPES:
             return f"{name} is {dtype}; the kernels store fp16, bf16 and fp32"
@@ -47,9 +48,9 @@ def refusal(q: Tensor, k: Tensor, v: Tensor, config: CarriedConfig) -> str | Non
     return None
 
 
-def _lacking(q: Tensor, v: Tensor, config: CarriedConfig) -> str | None:
+def _lacking(q: Tensor, v: Tensor, config: CarriedConfig, plan: str) -> str | None:
     """Why no tile is small enough for the GPU's shared memory, or None."""
-    count = 1 if config.plan == "stored" else min(config.layers, MOST)
+    count = 1 if plan == "stored" else min(config.layers, settings.MOST)
     width, shared = padded(max(q.shape[-1], v.shape[-1])), limits_of(q.device).shared
     if not settings.lacking(width, q.element_size(), config.tile, count, shared):
         return None

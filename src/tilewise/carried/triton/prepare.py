@@ -19,16 +19,13 @@ from ..config import Options
 from . import settings
 from .backward import keys_from_e, keys_gradient, queries_from_e
 from .forward import attend
-from .settings import backward_tiles, forward_tiles, grouped, product_tiles
+from .settings import MOST, backward_tiles, forward_tiles, grouped, product_tiles
 from .tiles import row_shift, row_statistics, sum_heads
 from .transient import Parts, parts_of
 
 __all__ = ["TYPES", "Backward", "Facts", "Forward", "backward_of", "forward_of", "strides_of"]
 
 LOG2E = 1.4426950408889634
-MOST = 4
-"""Layers whose scores one kernel sums."""
-
 PLANES = 65535
 """Programs that a CUDA grid takes in its second dimension, which is that of batch · heads."""
 

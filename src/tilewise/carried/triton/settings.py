@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 
 __all__ = [
-    "KEYS", "KINDS", "SHARED", "Shape", "backward_tiles", "decode_step", "forward_tiles", "grouped", "kind_of",
+    "KEYS", "KINDS", "MOST", "SHARED", "Shape", "backward_tiles", "decode_step", "forward_tiles", "grouped", "kind_of",
     "lacking", "product_tiles", "tuned", "use",
 ]  # fmt: skip
 
@@ -26,6 +26,9 @@ CUDNN = False
 
 TRANSIENT = 512 << 20
 """Bytes that a backward pass which no buffer of E outlives may use for E at a time."""
+
+MOST = 4
+"""Layers whose scores one kernel sums."""
 
 KEYS = 64
 """Keys of a step of decoding, and what the lengths of its splits are multiples of."""
