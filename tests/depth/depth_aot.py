@@ -54,6 +54,12 @@ def empty(*shape, dtype=torch.bfloat16):
 def main(dtype: torch.dtype, d: int, T: int, n: int, S: int) -> None:
     compile_for(90)
     JITFunction.__getitem__ = compile_only
+    launch_all(dtype, d, T, n, S)
+
+
+def launch_all(dtype: torch.dtype, d: int, T: int, n: int, S: int) -> None:
+    """Every kernel once, in every form that operators and streams ask for at these sizes."""
+    even_step = sources.even_step
     x, f32 = (lambda *s: empty(*s, dtype=dtype)), torch.float32
     q, w = empty(d, dtype=f32), x(d)
     v = [x(T, d) for _ in range(n)]
@@ -96,6 +102,7 @@ def main(dtype: torch.dtype, d: int, T: int, n: int, S: int) -> None:
     sources.even_step = lambda _: None
     launch.mix_fwd(many, u, p, q, w, 1e-6, 1e-6)
     launch.combine(many, empty(S, 17, T, dtype=f32))
+    sources.even_step = even_step
 
 
 if __name__ == "__main__":

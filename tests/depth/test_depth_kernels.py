@@ -67,6 +67,14 @@ def test_kernels_compile_for_hopper(dtype, d, T, n, S):
             assert row["registers"] * 128 * 2 <= 65536, row
 
 
+def test_kernel_variants_do_not_grow_with_the_number_of_tokens():
+    """Many tokens have one set of variants and few tokens another; no further number of tokens asks for more."""
+    found = json.loads(run(HERE / "kernel_variants.py"))
+    assert {T for T, names in found["warm"].items() if names} == {"2000", "1"}
+    assert len(found["warm"]["2000"]) > 20
+    assert not any(found["later"].values()), found["later"]
+
+
 def test_a_row_of_the_backward_takes_two_tiles_where_one_would_be_mostly_padding():
     tiles = {d: config.row_tiles(d) for d in (64, 256, 2048, 2304, 4096, 5120, 7168, 16384)}
     assert tiles == {
