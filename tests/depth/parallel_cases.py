@@ -21,6 +21,7 @@ from tilewise.depth.parallel import (
     paper_naive,
 )
 from tilewise.nn import Decoder, DecoderConfig
+from tilewise.nn.decoder import rope
 from tilewise.nn.parallel import decoder_stage, tensor_parallel
 
 EXACT = dict(rtol=1e-10, atol=1e-12)
@@ -47,12 +48,14 @@ def assert_grads(decoder, whole, cut=lambda name, grad: grad):
         torch.testing.assert_close(p.grad, cut(name, q.grad), msg=lambda m, n=name: f"{n}: {m}", **EXACT)
 
 
+def sliced(name, grad, ranks, rank):
+    """What a tensor-parallel rank has of a parameter of the whole model."""
+    part = name.split(".")[-2] if name.startswith("layers") and name.endswith("weight") else ""
+    return grad.chunk(ranks, 0 if part in ("q", "k", "v", "gate", "up") else 1)[rank] if part else grad
+
+
 def tensor_parallel_equals_one_process(rank, ranks):
     """Uneven tokens, fewer tokens than ranks, Block and Full, with and without recomputation: loss and gradients."""
-
-    def cut(name, grad):
-        part = name.split(".")[-2] if name.startswith("layers") and name.endswith("weight") else ""
-        return grad.chunk(ranks, 0 if part in ("q", "k", "v", "gate", "up") else 1)[rank] if part else grad
 
     for kind, (batch, length), recompute in (
         ("block", (1, 8), False),
@@ -68,7 +71,7 @@ def tensor_parallel_equals_one_process(rank, ranks):
         got = sharded.loss(x, residual=SequenceSharded(sharded.residual), recompute=recompute)
         got.backward()
         torch.testing.assert_close(got, expected, **EXACT)
-        assert_grads(sharded, whole, cut)
+        assert_grads(sharded, whole, lambda name, grad: sliced(name, grad, ranks, rank))
 
 
 def replicated_sublayers_with_a_sharded_bank(rank, ranks):
@@ -124,19 +127,48 @@ def second_derivatives_of_sharded_reads(rank, ranks):
         torch.testing.assert_close(got, expected, **EXACT)
 
 
-def run_pipeline(rank, ranks, virtual, schedule_class, whole, plan, microbatches=4, steps=1):
+class Recomputed(torch.nn.Module):
+    """A stage's body with every decoder layer under `stream.checkpoint`; counts the layers' runs."""
+
+    def __init__(self, body):
+        super().__init__()
+        self.layers, self._whole, self.runs = body.layers, [body], 0
+
+    def run(self, stream, layer, *args):
+        self.runs += 1
+        layer(stream, *args)
+
+    def forward(self, stream):
+        body = self._whole[0]
+        positions = torch.arange(stream.state.sources[0].shape[1])
+        angles = rope(positions, body.config.d // body.config.heads, body.config.rope_theta)
+        attend = body.attention()
+        for layer in self.layers:
+            stream.checkpoint(self.run, layer, angles, attend)
+
+
+def run_pipeline(
+    rank, ranks, virtual, schedule_class, whole, plan, *, steps=1, recompute=False, group=None, prepare=None, x=None
+):
+    microbatches = 4
     cache = SourceCache()
     modules = [decoder_stage(copy.deepcopy(whole), plan, c, cache) for c in range(rank, plan.stages, ranks)]
-    stages = [DepthPipelineStage(m, torch.device("cpu")) for m in modules]
+    if recompute:
+        for m in modules:
+            m.body = Recomputed(m.body)
+    for m in modules if prepare else ():
+        prepare(m)
+    stages = [DepthPipelineStage(m, torch.device("cpu"), group=group) for m in modules]
 
     def loss(logits, target):
         return F.cross_entropy(logits.flatten(0, 1), target.flatten())
 
     pipeline = schedule_class(stages if virtual > 1 else stages[0], microbatches, loss_fn=loss)
-    x = tokens(microbatches, 6)
+    x = tokens(microbatches, 6) if x is None else x
     for _ in range(steps):
         for m in modules:
             m.zero_grad()
+            m.body.runs = 0
         losses = []
         inputs = (x[:, :-1],) if rank == 0 else ()
         more = {"target": x[:, 1:], "losses": losses} if plan.rank(plan.stages - 1) == rank else {}
@@ -144,26 +176,38 @@ def run_pipeline(rank, ranks, virtual, schedule_class, whole, plan, microbatches
     return cache, modules, stages, x
 
 
-def pipeline_equals_one_process(rank, ranks, virtual, schedule_class, schedule, layers, bounds=None):
+def expected_grads(module, whole, plan):
+    """The whole model's gradients of a stage's parameters, by their names on the stage."""
+    first, last = plan.bounds[module.index : module.index + 2]
+    end = last + (module.index == plan.stages - 1)
+    grads = {f"residual.{n}": getattr(whole.residual, n).grad[first:end] for n in ("query", "key_weight")}
+    for i, layer in enumerate(whole.layers[first // 2 : last // 2]):
+        grads |= {f"body.layers.{i}.{name}": p.grad for name, p in layer.named_parameters()}
+    if module.embed is not None:
+        grads["embed.weight"] = whole.embedding.weight.grad
+    if module.head is not None:
+        grads |= {"head.norm": whole.norm.grad, "head.head.weight": whole.head.weight.grad}
+    return grads
+
+
+def pipeline_equals_one_process(rank, ranks, virtual, schedule_class, schedule, layers, bounds=None, recompute=False):
     """Gradients of every stage, and the bytes sent by every rank, counted from the send operations."""
     kind = "full" if schedule.full else "block"
     whole = model(kind, layers=layers, schedule=schedule)
     plan = PipelinePlan(schedule, bounds, ranks) if bounds else PipelinePlan.even(schedule, ranks, virtual)
-    cache, modules, stages, x = run_pipeline(rank, ranks, virtual, schedule_class, whole, plan, steps=2)
+    cache, modules, stages, x = run_pipeline(
+        rank, ranks, virtual, schedule_class, whole, plan, steps=2, recompute=recompute
+    )
     whole.loss(x).backward()
     for module in modules:
-        first, last = plan.bounds[module.index : module.index + 2]
-        end = last + (module.index == plan.stages - 1)
-        for name in ("query", "key_weight"):
-            expected = getattr(whole.residual, name).grad[first:end]
-            got = getattr(module.residual, name).grad
-            torch.testing.assert_close(got, expected, msg=lambda m, n=name, i=module.index: f"{n} {i}: {m}", **EXACT)
-        for layer, reference in zip(module.body.layers, whole.layers[first // 2 : last // 2], strict=True):
-            assert_grads(layer, reference)
-        if module.embed is not None:
-            assert_grads(module.embed, whole.embedding)
-        if module.head is not None:
-            assert_grads(module.head.head, whole.head)
+        expected = expected_grads(module, whole, plan)
+        assert expected.keys() == {name for name, _ in module.named_parameters()}
+        for name, grad in expected.items():
+            got = module.get_parameter(name).grad
+            torch.testing.assert_close(got, grad, msg=lambda m, n=name, i=module.index: f"{n} {i}: {m}", **EXACT)
+    if recompute:
+        # In the second step, which infers no shapes: four micro-batches forward, and once more in the backward.
+        assert [m.body.runs for m in modules] == [2 * 4 * len(m.body.layers) for m in modules]
     assert cache.nbytes == 0
     sent = torch.tensor([sum(s.sent_forward for s in stages), sum(s.sent_backward for s in stages)])
     dist.all_reduce(sent)
@@ -180,11 +224,14 @@ def pipelines(rank, ranks):
         assert sum(plan.vectors()) == paper_cached(4, 2, 1) - saved + embedding
         assert sum(plan.vectors(naive=True)) == paper_naive(4, 2, 1) + plan.stages - 1
         pipeline_equals_one_process(rank, 4, 1, Schedule1F1B, Schedule.block(8, 3), 4)
+        pipeline_equals_one_process(rank, 4, 2, ScheduleInterleaved1F1B, Schedule.block(16, 3), 8, recompute=True)
         return
     uneven = Schedule.at(12, (0, 1, 5, 6), one_pass_sources=0)
     pipeline_equals_one_process(rank, 2, 1, ScheduleGPipe, uneven, 6, (0, 8, 12))
     pipeline_equals_one_process(rank, 2, 3, ScheduleInterleaved1F1B, Schedule.block(12, 5, one_pass_sources=1), 6)
     pipeline_equals_one_process(rank, 2, 2, ScheduleInterleaved1F1B, Schedule.full_attention(8, 3), 4)
+    pipeline_equals_one_process(rank, 2, 1, Schedule1F1B, Schedule.block(8, 3), 4, recompute=True)
+    pipeline_equals_one_process(rank, 2, 1, Schedule1F1B, Schedule.full_attention(8, 3), 4, recompute=True)
 
 
 def pipeline_evaluation_leaves_nothing_cached(rank, ranks):
@@ -219,6 +266,58 @@ def fsdp2_with_recomputation(rank, ranks):
         for (name, p), (_, q) in zip(sharded.named_parameters(), whole.named_parameters(), strict=True):
             grad = p.grad.full_tensor()
             torch.testing.assert_close(grad, q.grad, msg=lambda m, n=name: f"{n}: {m}", **EXACT)
+
+
+def fsdp2_around_tensor_parallel(rank, ranks):
+    """A mesh of 2 × 2: FSDP2 over the data ranks of slices that tensor parallelism made, Block and Full."""
+    if ranks != 4:
+        return
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    group, batch = mesh["tensor"].get_group(), tokens(4, 6)
+    row, column = mesh.get_coordinate()
+    for kind, recompute in (("block", False), ("block", True), ("full", False)):
+        whole = model(kind)
+        sharded = tensor_parallel(copy.deepcopy(whole), group)
+        for layer in sharded.layers:
+            fully_shard(layer.attention, mesh=mesh["data"])
+            fully_shard(layer.mlp, mesh=mesh["data"])
+        fully_shard(sharded, mesh=mesh["data"])
+        whole.loss(batch).backward()
+        mine, residual = batch[2 * row : 2 * row + 2], SequenceSharded(sharded.residual, group)
+        sharded.loss(mine, residual=residual, recompute=recompute).backward()
+        for (name, p), (_, q) in zip(sharded.named_parameters(), whole.named_parameters(), strict=True):
+            expected = sliced(name, q.grad, 2, column)
+            torch.testing.assert_close(p.grad.full_tensor(), expected, msg=lambda m, n=name: f"{n}: {m}", **EXACT)
+
+
+def fsdp2_around_pipeline_parallel(rank, ranks):
+    """A mesh of 2 × 2: every stage sharded over its data ranks; two stages a rank, with and without recomputation."""
+    if ranks != 4:
+        return
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "pipe"))
+    row, column = mesh.get_coordinate()
+    schedule, batch = Schedule.block(8, 3), tokens(8, 6)
+    for recompute in (False, True):
+        whole = model(layers=4, schedule=schedule)
+        plan = PipelinePlan.even(schedule, 2, 2)
+
+        def shard(module):
+            for layer in module.body.layers:
+                fully_shard(layer.attention, mesh=mesh["data"])
+                fully_shard(layer.mlp, mesh=mesh["data"])
+            fully_shard(module, mesh=mesh["data"])
+
+        options = dict(recompute=recompute, group=mesh["pipe"].get_group(), prepare=shard)
+        mine = batch[4 * row : 4 * row + 4]
+        cache, modules, *_ = run_pipeline(column, 2, 2, ScheduleInterleaved1F1B, whole, plan, x=mine, **options)
+        whole.loss(batch).backward()
+        assert cache.nbytes == 0
+        for module in modules:
+            expected = expected_grads(module, whole, plan)
+            found = {name: p.grad.full_tensor() for name, p in module.named_parameters()}
+            assert found.keys() == expected.keys()
+            for name, grad in expected.items():
+                torch.testing.assert_close(found[name], grad, msg=lambda m, n=name: f"{n}: {m}", **EXACT)
 
 
 def hugging_face_decoder_under_fsdp2(rank, ranks):
@@ -260,6 +359,8 @@ CASES = (
     pipelines,
     pipeline_evaluation_leaves_nothing_cached,
     fsdp2_with_recomputation,
+    fsdp2_around_tensor_parallel,
+    fsdp2_around_pipeline_parallel,
     hugging_face_decoder_under_fsdp2,
 )
 
