@@ -6,16 +6,15 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 from carried_cases import CarriedConfig, dense, inputs, run
 from hypothesis import given
 from hypothesis import strategies as st
+from meta_launches import on_meta
 
 from tilewise.carried import carried_decode
-from tilewise.carried.config import Options
 from tilewise.carried.triton import decode, launch, settings
 from tilewise.carried.triton.transient import parts_of
 from tilewise.mask import Mask
@@ -167,22 +166,6 @@ def test_matrix_products_of_a_plan(monkeypatch, plan, layers, expected):
     outputs = run(CarriedConfig(layers=layers, impl="triton", plan=plan), q, k, v)
     torch.autograd.grad(outputs, [*q, *k, *v], [torch.ones_like(o) for o in outputs])
     assert tuple(passes.values()) == expected
-
-
-def on_meta(monkeypatch):
-    """Host code runs on meta tensors; returns a list that gets (name, grid, constants) of every launch."""
-    monkeypatch.setattr(launch, "refusal", lambda *_: None)
-    monkeypatch.setattr(decode, "refusal", lambda *_: None)
-    launches = []
-    record = lambda kernel, grid, *_, **meta: launches.append((kernel.fn.__name__, grid, meta))  # noqa: E731
-    monkeypatch.setattr(starting, "launcher", [record])
-    count = len(Options._fields) + 1
-    for name in ("forward", "backward"):
-        # The operators themselves would only say the results' shapes for meta tensors.
-        host = getattr(launch, name)
-        real = SimpleNamespace(default=lambda *x, host=host: host(*x[:-count], Options.of(x[-count:-1])))
-        monkeypatch.setattr(torch.ops.tilewise, f"carried_{name}", real)
-    return launches
 
 
 @pytest.mark.parametrize(("layers", "plan"), [(1, "recompute"), (4, "recompute"), (4, "mixed")])
