@@ -21,7 +21,8 @@ def run(*args, **env):
     return done.stdout
 
 
-@pytest.mark.parametrize("file", ["depth_interpreted.py", "fp32_chains_interpreted.py", "layouts_interpreted.py"])
+@pytest.mark.parametrize("file", ["depth_interpreted.py", "fp32_chains_interpreted.py", "layouts_interpreted.py",
+                                  "wide_interpreted.py"])  # fmt: skip
 def test_kernels_under_the_interpreter(file):
     out = run("-m", "pytest", HERE / file, "-p", "no:cacheprovider", TRITON_INTERPRET="1")
     assert " passed" in out
@@ -65,6 +66,17 @@ def test_kernels_compile_for_hopper(dtype, d, T, n, S):
         if T > 1024 and row["kernel"] == "merge_bwd_kernel":
             assert (row["num_warps"], row["local"], row["stack"]) == (4, 0, 0), row
             assert row["registers"] * 128 * 2 <= 65536, row
+
+
+@pytest.mark.parametrize(("dtype", "d"), [("float32", 16384), ("bfloat16", 12296)])
+def test_the_widest_rows_compile_for_hopper(dtype, d):
+    """As wide as the kernels take, forward and backward: shared memory within a block's 227 KiB."""
+    rows = [json.loads(x) for x in run(HERE / "depth_aot.py", dtype, str(d), "2048", "3", "3").splitlines()]
+    assert {"mix_fwd_kernel", "mix_bwd_kernel", "merge_fwd_kernel", "merge_bwd_kernel", "scores_kernel", "read_kernel",
+            "combine_kernel", "inner_kernel", "source_grad_kernel"} <= {row["kernel"] for row in rows}  # fmt: skip
+    for row in rows:
+        assert row["shared"] <= 227 << 10, row
+        assert not row["wgmma"], row
 
 
 def test_kernel_variants_do_not_grow_with_the_number_of_tokens():

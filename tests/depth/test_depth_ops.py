@@ -269,6 +269,28 @@ def test_serving_contract_in_place_with_strides():
         depth.fused_attn_res(prefix, delta.requires_grad_(), bank, *args)
 
 
+@torch.no_grad()
+def test_serving_contract_compiles_whole_for_any_number_of_tokens():
+    from torch._dynamo.utils import counters
+
+    def step(prefix, delta, bank, g, w, o):
+        y = depth.fused_attn_res(prefix, delta * 2, bank, g, w, o, 2, 3, 1e-5, 1e-4)
+        return depth.fused_attn_res(prefix, y.sin(), bank, g, w, o, 4, -1, 1e-5, 1e-4)
+
+    torch._dynamo.reset()
+    counters.clear()
+    compiled = torch.compile(step, fullgraph=True, dynamic=True, backend="aot_eager")
+    for T in (5, 7, 12):
+        prefix, delta, bank = torch.randn(T, D), torch.randn(T, D), torch.randn(T, 4, D)
+        weights = torch.rand(D) + 0.5, torch.randn(D), torch.rand(D) + 0.5
+        p2, b2 = prefix.clone(), bank.clone()
+        expected = step(p2, delta, b2, *weights)
+        torch.testing.assert_close(compiled(prefix, delta, bank, *weights), expected)
+        # What is written in place is written by the compiled step too.
+        torch.testing.assert_close((prefix, bank), (p2, b2))
+    assert counters["stats"]["unique_graphs"] == 1
+
+
 BAD = [
     (lambda v, w: depth.mix([], w[0]), ValueError, "sources: found none"),
     (lambda v, w: depth.mix({0: v[0]}, w[0]), TypeError, "sources: found dict"),
