@@ -1,6 +1,7 @@
 """A compiled block against the eager one for two lengths; prints each plan and how many graphs were compiled.
 
-With the argument ``cuda``: the kernels on a GPU, in bf16, compiled by Inductor; prints the plans.
+Then the loss of a whole model and its gradients, in every plan. With the argument ``cuda``: the kernels on a GPU, in
+bf16, compiled by Inductor; prints the plans.
 """
 
 import sys
@@ -8,6 +9,7 @@ import sys
 import torch
 from carried_cases import CarriedConfig, grads_of, inputs, run
 
+from tilewise.carried.llama import CarriedLlama, LlamaOptions
 from tilewise.carried.triton import launch
 
 GPU = sys.argv[1:] == ["cuda"]
@@ -21,7 +23,7 @@ TOLERANCE = {"rtol": 2e-2, "atol": 2e-2} if GPU else {"rtol": 1e-6, "atol": 1e-6
 def check(plan):
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    layers = 3 if plan == "mixed" else 2
+    layers = 4 if plan == "mixed" else 2
     config = CarriedConfig(layers=layers, plan=plan, **OPTIONS)
 
     @torch.compile(fullgraph=True, dynamic=True, backend="inductor" if GPU else "aot_eager")
@@ -52,8 +54,28 @@ def check_that_the_kernels_conditions_can_be_traced():
     print("refusal")
 
 
+def check_model(plan):
+    """One graph of all blocks, of which the last is shorter."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    carried = CarriedConfig(layers=3, plan=plan, **OPTIONS)
+    torch.manual_seed(0)
+    sizes = {"vocabulary": 32, "width": 16, "heads": 2, "kv_heads": 1, "hidden": 16}
+    model = CarriedLlama(LlamaOptions(layers=2 if plan == "auto" else 4, carried=carried, **sizes))
+    tokens, weights = torch.randint(32, (1, 34)), list(model.parameters())
+    compiled = torch.compile(model.loss, fullgraph=True, backend="aot_eager")
+    results = []
+    for loss in (model.loss(tokens), compiled(tokens)):
+        results.append([loss, *torch.autograd.grad(loss, weights)])
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, **TOLERANCE)
+    print(f"model-{plan}:{torch._dynamo.utils.counters['stats']['unique_graphs']}")
+
+
 torch.manual_seed(0)
 for plan in PLANS:
     check(plan)
 if not GPU:
+    for plan in ("recompute", "mixed", "stored", "auto"):
+        check_model(plan)
     check_that_the_kernels_conditions_can_be_traced()

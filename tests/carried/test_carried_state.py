@@ -212,8 +212,10 @@ def output_of(name):
 
 
 def test_compiled_fullgraph_with_dynamic_lengths():
-    """And with the kernels' conditions in the graph, of which Triton's settings are none that Dynamo can trace."""
-    assert output_of("compiled_block.py") == ["recompute:1", "mixed:1", "refusal"]
+    """And a whole model's loss with its gradients in every plan, one graph; and with the kernels' conditions in the
+    graph, of which Triton's settings are none that Dynamo can trace."""
+    models = [f"model-{plan}:1" for plan in ("recompute", "mixed", "stored", "auto")]
+    assert output_of("compiled_block.py") == ["recompute:1", "mixed:1", *models, "refusal"]
 
 
 def test_fsdp2_with_mixed_precision_leaves_the_carry_in_fp16():
