@@ -167,7 +167,7 @@ def _in_place(work: Work, leaves: dict[str, Tensor], add_norm: Callable[..., Non
 
 SYSTEMS: dict[str, Builder] = {
     "tilewise": streams,
-    "tilewise-one-pass": partial(streams, one_pass=4),
+    "tilewise-one-pass": partial(streams, one_pass=2),
     "tilewise-overlap": partial(streams, overlap=True),
     "tilewise-serving": partial(serving, fused_attn_res),
     "plain": plain,
