@@ -5,8 +5,10 @@
 Most important first, each in a process of its own, in OUT/carried.json: `goals` times the set's cells that decide, our
 plans and the same kernels without a carry, each beside PyTorch's attention in every round; `others` the remaining rows.
 `checks` are the smoke tests, compiled blocks and decoding, `report` the tables of it all. Only where named:
-`step` says what host and GPU do in the 4,096 tokens' step (carried_step.py). A step that fails or runs into its limit
-costs only itself; what is left of the seconds is shared out in proportion. About 260 s on an H200 with 16 processors.
+`over` times steps in rounds with the same kernels without a carry (OUT/carried_over.json), `long` steps of 12,288 and
+20,480 tokens, where the automatic plan changes, and `step` says what host and GPU do in the 4,096 tokens' step
+(carried_step.py). A step that fails or runs into its limit costs only itself; what is left of the seconds is shared out
+in proportion. A limit that is short leaves cells out: run again, it measures those that the JSON lacks.
 """
 
 from __future__ import annotations
@@ -24,18 +26,22 @@ SET = ["run", "--set", "carried", "--time-limit", "{run}"]
 STEPS: dict[str, tuple[int, list[str]]] = {
     "goals": (135, ["-c", CLI, *SET, "--json", "{out}/carried.json", "--systems", "no-carry,tilewise,tilewise-mixed"]),
     "others": (110, ["-c", CLI, *SET, "--json", "{out}/carried.json", "--quick",
-                     "--systems", "plain,tilewise-recompute,eager,tilewise-stored",
+                     "--systems", "plain,plain-flex,tilewise-recompute,eager,tilewise-stored",
                      "--cases", "step,step-window,block,block-window"]),
     "checks": (72, ["carried_kernels.py", "--out", "{out}", "tests", "decoding", "--until", "{run}",
                     "--select", "smoke or compiled"]),
     "report": (8, ["-c", CLI, "report", "{out}/carried.json", "--no-plots"]),
+    "over": (100, ["-c", CLI, "run", "--set", "carried-over", "--time-limit", "{run}",
+                   "--json", "{out}/carried_over.json", "--systems", "tilewise,no-carry"]),
+    "long": (60, ["-c", CLI, *SET, "--json", "{out}/carried.json", "--quick", "--cases", "step", "--size",
+                  "tokens=12288,20480", "--systems", "tilewise,no-carry"]),
     "step": (45, ["carried_step.py", "--out", "{out}/carried_step.json", "--seconds", "{run}"]),
 }  # fmt: skip
 """Step ↦ (its share of the seconds, command)."""
 
 ALWAYS = ("goals", "others", "checks", "report")
 
-TAIL = {"goals": 24, "others": 28, "checks": 12, "report": 75, "step": 45}
+TAIL = {"goals": 24, "others": 28, "checks": 12, "report": 75, "over": 24, "long": 16, "step": 45}
 
 
 def command(name: str, out: Path, limit: float) -> list[str]:

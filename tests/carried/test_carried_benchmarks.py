@@ -2,6 +2,7 @@
 
 import json
 import sys
+import warnings
 from argparse import Namespace
 from pathlib import Path
 from statistics import median
@@ -11,6 +12,9 @@ import pytest
 import test_kernels_gpu
 import torch
 
+from tilewise.bench import carried_systems, runner, worker
+from tilewise.bench.carried import CARRIED, CARRIED_OVER
+from tilewise.bench.timing import Plan
 from tilewise.carried import CarriedConfig, TileLayout
 from tilewise.carried.config import Options
 from tilewise.carried.policy import choose_plan
@@ -30,6 +34,61 @@ def programs(monkeypatch):
     yield carried_blocks, carried_kernels
     for name in ("carried_blocks", "carried_kernels", "carried_tests"):
         del sys.modules[name]
+
+
+TINY = {"tokens": [40], "head_dim": [8]}
+
+
+@pytest.mark.parametrize("case", ["step", "step-graph", "step-window"])
+def test_steps_beside_the_same_kernels_without_a_carry(case):
+    """The baseline is the system no-carry to the bit, in a model with a carry or without; systems are right."""
+    losses = {}
+    for cell in runner.select("carried-over", "cpu", sizes=TINY, cases=[case]):
+        work = CARRIED_OVER.build(cell)
+        losses[cell.system] = work.run().item(), work.baseline().item()
+    own = losses.pop("no-carry")
+    assert own[0] == own[1]
+    assert set(losses) == {"tilewise", "tilewise-mixed", "tilewise-stored"}
+    for mine, other in losses.values():
+        assert other == own[0] != mine
+    (cell,) = runner.select("carried-over", "cpu", sizes=TINY, cases=[case], systems=["tilewise"])
+    (record,) = worker.measure(CARRIED_OVER, cell, CARRIED_OVER.truth(cell), Plan(rounds=2, replays=1))
+    assert record["ok"]
+    assert (record["set"], record["baseline"]) == ("carried-over", "no-carry")
+    assert len(record["samples"]["system"]) == len(record["samples"]["baseline"]) == 2
+
+
+@pytest.mark.parametrize("window", [None, 9])
+def test_flex_attention_is_the_plain_one(window):
+    """Forward, which is all that it does on the CPU; GQA, and a length that its blocks of 128 do not divide."""
+    shape = carried_systems.Shape(tokens=150, window=window, layers=1, heads=4, kv_heads=2, head_dim=16, hidden=0,
+                                  vocabulary=0)  # fmt: skip
+    q, k, v = (torch.randn(1, h, 150, 16) for h in (4, 2, 2))
+    found = []
+    with torch.no_grad(), warnings.catch_warnings():
+        # Uncompiled it warns that it is slow.
+        warnings.simplefilter("ignore")
+        for system in ("plain", "plain-flex"):
+            o, carry = carried_systems.attend_of(system, shape, torch.float32, "cpu")(q, k, v, "untouched")
+            assert carry == "untouched"
+            found.append(o)
+    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-5)
+    for case in ("step", "step-graph", "block"):
+        assert not CARRIED.supports(case, "plain-flex", "cuda")
+    for case in ("step-window", "block-window"):
+        assert CARRIED.supports(case, "plain-flex", "cuda")
+        assert CARRIED.ceiling(case, "plain-flex")
+
+
+def test_longer_steps_of_the_automatic_plan_can_be_asked_for():
+    """As for 12,288 and 20,480 tokens of the set on a GPU."""
+    found = runner.select("carried", "cuda", sizes={"tokens": [12288, 20480]}, cases=["step"], systems=["tilewise"])
+    assert [cell.size["tokens"] for cell in found] == [12288, 20480]
+    sizes = {**TINY, "tokens": [48, 80]}
+    for cell in runner.select("carried", "cpu", sizes=sizes, cases=["step"], systems=["tilewise"]):
+        (record,) = worker.measure(CARRIED, cell, CARRIED.truth(cell), Plan(rounds=1, replays=1))
+        assert record["ok"]
+        assert "stored" in record["notes"]["plan"]
 
 
 def kind(x):

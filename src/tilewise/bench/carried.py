@@ -23,11 +23,12 @@ from .carried_systems import (
     decision,
     model_of,
     substituted,
+    without_carry,
 )
 from .cells import Cell, Truth, Workload
 from .oracle import gate
 
-__all__ = ["CARRIED", "Carried"]
+__all__ = ["CARRIED", "CARRIED_OVER", "Carried", "CarriedOver"]
 
 _MODEL = {"layers": 32, "heads": 20, "kv_heads": 4, "head_dim": 128, "hidden": 6912, "vocabulary": 152064}
 _TINY = {"layers": 4, "heads": 4, "kv_heads": 2, "head_dim": 16, "hidden": 96, "vocabulary": 128}
@@ -77,18 +78,19 @@ class Carried:
         return "bfloat16" if device == "cuda" else "float32"
 
     def default_systems(self, device: str) -> tuple[str, ...]:
-        return tuple(s for s in SYSTEMS if device == "cuda" or s != "plain-flash")
+        return tuple(s for s in SYSTEMS if device == "cuda" or s not in ("plain-flash", "plain-flex"))
 
     def supports(self, case: str, system: str, device: str) -> bool:
-        if system == "plain-flash":
-            return device == "cuda" and not case.endswith("-window")
+        if system in ("plain-flash", "plain-flex"):
+            # With a window `plain` is flash attention; without, FlexAttention has nothing that it does better.
+            return device == "cuda" and case.endswith("-window") == (system == "plain-flex")
         return system in SYSTEMS
 
     def ceiling(self, case: str, system: str) -> bool:
         return system in CEILINGS
 
     def compiles(self, system: str) -> bool:
-        return system.startswith("tilewise") or system == "no-carry"
+        return system.startswith("tilewise") or system in ("no-carry", "plain-flex")
 
     def kernels(self, cell: Cell) -> str:
         return "window" if cell.size["window"] else "causal"
@@ -128,7 +130,7 @@ class Carried:
         }  # fmt: skip
         if cell.case.startswith("block"):
             x, upstream = self.draw(cell, shape.tokens, shape.layers)
-            runs = [block(system, shape, x) for system in (cell.system, "plain")]
+            runs = [block(system, shape, x) for system in (cell.system, self.baseline(cell.device))]
             # A block's launches take the host longer than short ones take the GPU.
             return Workload(runs[0], x, upstream, runs[1], list(x.values()), capture=True, **common)
         model = model_of(cell.system, shape, cell.torch_dtype, cell.device, cell.seed)
@@ -138,11 +140,13 @@ class Carried:
         asked = notes["device_allocations"] = {}
         count = _Allocations(asked, device)
 
-        def run_of(system: str):
+        def run_of(system: str, name: str):
             attend = attend_of(system, shape, cell.torch_dtype, cell.device)
+            if system == "no-carry" != cell.system:
+                attend = without_carry(shape, layout)
 
             def run() -> Tensor:
-                count.begin(system)
+                count.begin(name)
                 with substituted(attend):
                     return model.loss(tokens, layout=layout)
 
@@ -150,7 +154,10 @@ class Carried:
 
         leaves = dict(model.named_parameters())
         one = torch.ones((), device=cell.device)
-        runs = [run_of(system) for system in (cell.system, "plain")]
+        baseline = self.baseline(cell.device)
+        # A system beside itself has counts of its own.
+        label = f"{baseline}, baseline" if baseline == cell.system else baseline
+        runs = [run_of(cell.system, cell.system), run_of(baseline, label)]
         return Workload(runs[0], leaves, one, runs[1], list(leaves.values()), **common,
                         capture=cell.case == "step-graph")  # fmt: skip
 
@@ -228,4 +235,19 @@ def _differentiated(
     return {f"{prefix}{name}": value for name, value in found.items()}
 
 
+class CarriedOver(Carried):
+    """Steps in rounds with the same kernels without a carry, in one process and one model: ratios within rounds say
+    what the carry costs. ``no-carry`` beside itself says how far such ratios are apart."""
+
+    name = "carried-over"
+    cases = ("step", "step-graph", "step-window")
+
+    def baseline(self, device: str) -> str:
+        return "no-carry"
+
+    def default_systems(self, device: str) -> tuple[str, ...]:
+        return ("no-carry", "tilewise", "tilewise-mixed", "tilewise-stored")
+
+
 CARRIED = Carried()
+CARRIED_OVER = CarriedOver()

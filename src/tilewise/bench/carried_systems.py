@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -18,7 +19,7 @@ from ..carried.llama import CarriedLlama, LlamaOptions
 from .cells import Cell
 
 __all__ = ["CEILINGS", "PER_BLOCK", "SYSTEMS", "Shape", "attend_of", "attention", "block", "config_of", "decision",
-           "layers_of", "model_of", "substituted"]  # fmt: skip
+           "layers_of", "model_of", "substituted", "without_carry"]  # fmt: skip
 
 PER_BLOCK = 4
 """Layers among which scores are carried."""
@@ -29,8 +30,8 @@ _PLANS = {
     "tilewise-stored": "stored",
     "tilewise-mixed": "mixed",
 }
-CEILINGS = ("no-carry", "plain", "plain-flash")
-"""Without a carry: our kernels, PyTorch's fastest attention (cuDNN, with a window flash), PyTorch's flash attention."""
+CEILINGS = ("no-carry", "plain", "plain-flash", "plain-flex")
+"""Without a carry: our kernels, PyTorch's attention (cuDNN, with a window flash), its flash and its FlexAttention."""
 SYSTEMS = (*_PLANS, "eager", *CEILINGS)
 
 Attend = Callable[..., tuple[Tensor, object]]
@@ -121,6 +122,41 @@ def fused(shape: Shape, device: torch.device | str, backend: SDPBackend) -> Atte
     return attend
 
 
+@cache
+def _flex(compiled: bool) -> Callable[..., Tensor]:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return torch.compile(flex_attention, dynamic=False) if compiled else flex_attention
+
+
+def flex(shape: Shape, device: torch.device | str) -> Attend:
+    """FlexAttention in place of ours, its block mask made beforehand; without Inductor on the CPU, forward only."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    T, window = shape.tokens, shape.window or shape.tokens
+
+    def seen(b, h, i, j):
+        return (i >= j) & (i - j < window)
+
+    mask = create_block_mask(seen, None, None, T, T, device=str(device))
+    run = _flex(torch.device(device).type == "cuda")
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, carry: object, **_) -> tuple[Tensor, object]:
+        return run(q, k, v, block_mask=mask, enable_gqa=True), carry
+
+    return attend
+
+
+def without_carry(shape: Shape, layout: TileLayout) -> Attend:
+    """Our kernels without a carry in a model whose blocks have one, which is passed through untouched."""
+    config = config_of("no-carry", shape)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, carry: object, **options) -> tuple[Tensor, object]:
+        return carried_attention(q, k, v, Carry(config, layout=layout), **options)[0], carry
+
+    return attend
+
+
 def attend_of(system: str, shape: Shape, dtype: torch.dtype, device: torch.device | str) -> Attend:
     """(q, k, v, carry) ↦ (O, next carry) of a system."""
     if system == "eager":
@@ -128,6 +164,8 @@ def attend_of(system: str, shape: Shape, dtype: torch.dtype, device: torch.devic
     if system in ("plain", "plain-flash"):
         backend = SDPBackend.CUDNN_ATTENTION if system == "plain" else SDPBackend.FLASH_ATTENTION
         return fused(shape, device, backend)
+    if system == "plain-flex":
+        return flex(shape, device)
     return carried_attention
 
 

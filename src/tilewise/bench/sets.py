@@ -12,6 +12,7 @@ SETS: dict[str, str] = {
     "relative": "tilewise.bench.relative:RELATIVE",
     "depth": "tilewise.bench.depth:DEPTH",
     "carried": "tilewise.bench.carried:CARRIED",
+    "carried-over": "tilewise.bench.carried:CARRIED_OVER",
 }
 """Name ↦ ``module:attribute`` of a :class:`tilewise.bench.cells.BenchSet`."""
 
