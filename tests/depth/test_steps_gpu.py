@@ -74,8 +74,8 @@ def test_narrow_queries_of_merges_within_budget(std):
 def test_rows_of_16384_columns_within_budget(dtype, T):
     torch.manual_seed(2)
     tensors = operators.tensors(5, 3, T, 16384, dtype, "cuda")
-    for name, (call, leaves) in operators.calls(*tensors).items():
-        for k, values in enumerate(operators.results(call, leaves, "triton")):
+    for name, case in operators.calls(*tensors).items():
+        for k, values in enumerate(operators.results(*case, "triton")):
             assert_within_budget(f"{name}, result {k}", *values)
     with torch.no_grad():
         for name, values in operators.inference_results(*tensors, "triton").items():
