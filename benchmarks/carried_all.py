@@ -14,6 +14,7 @@ in proportion. A limit that is short leaves cells out: run again, it measures th
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from pathlib import Path
 
@@ -68,7 +69,17 @@ def main() -> None:
     out.mkdir(parents=True, exist_ok=True)
     shares = {name: STEPS[name][0] for name in names}
     step = lambda name, limit: run(name, out, limit)  # noqa: E731
-    sys.exit(processes.in_turn(shares, args.seconds, step, out / "carried_all.json", least=5.0))
+    record = out / "carried_all.json"
+    status = processes.in_turn(shares, args.seconds, step, record, least=5.0)
+    # Imported and asked only once no step needs the GPU.
+    import torch
+    from carried_blocks import made_with
+
+    environment = made_with("carried_all", "cuda" if torch.cuda.is_available() else "cpu")
+    record.write_text(
+        json.dumps({"environment": environment, "steps": json.loads(record.read_text())}, indent=1) + "\n"
+    )
+    sys.exit(status)
 
 
 if __name__ == "__main__":

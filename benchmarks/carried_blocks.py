@@ -11,11 +11,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
+import triton
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from tilewise.bench.ahead import compile_for, make_ready
+from tilewise.bench.records import environment
 from tilewise.carried import CarriedConfig, Carry, TileLayout, carried_attention
 from tilewise.carried.triton import decode, settings
 from tilewise.carried.triton import launch as kernels
@@ -25,6 +27,12 @@ LAYERS, H, HK, D = 4, 20, 4, 128
 CARRIED = ("recompute", "stored", "mixed")
 LONGEST = {"keys_gradient": 8, "attend": 4, "decode_keys": 4}
 """Kernels that take long to compile, longer the more layers they sum."""
+
+
+def made_with(program: str, device: str = "cuda") -> dict:
+    """GPU, versions and commit, as records of the sets have them, with the names that older records used."""
+    found = environment(program, "carried", device, ("torch", "triton"), {})
+    return found | {"torch": torch.__version__, "triton": triton.__version__}
 
 
 @dataclass(frozen=True)

@@ -33,6 +33,7 @@ from carried_blocks import (
     Job,
     carried_block,
     config_of,
+    made_with,
     plain_block,
     tensors,
     with_cudnn,
@@ -41,11 +42,15 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from tilewise.carried import CarriedConfig, TileLayout, carried_decode
 from tilewise.carried.config import Options
+from tilewise.carried.shared_keys import fold_queries
 from tilewise.carried.triton import launch as kernels
 from tilewise.carried.triton import settings
 from tilewise.carried.triton.settings import Shape
 
 START = time.time()
+POINTS = ((1, 8192), (1, 32768), (16, 8192))
+"""Sequences and tokens of decoding."""
+
 SHAPES = {"4096": (4096, None), "8192": (8192, None), "8192, window 1024": (8192, 1024)}
 
 
@@ -86,9 +91,7 @@ def both_ways(run: Callable[[], list], leaves: list, G: list) -> Callable[[], ob
 
 
 def environment() -> dict:
-    name = torch.cuda.get_device_name()
-    return {"gpu": name, "torch": torch.__version__, "triton": triton.__version__, "heads": [H, HK], "d": D,
-            "cudnn": torch.backends.cudnn.version(), "cuda": torch.version.cuda}  # fmt: skip
+    return made_with("carried_kernels") | {"heads": [H, HK], "d": D}
 
 
 def overlap(args) -> list[dict]:
@@ -195,10 +198,27 @@ def blocks(args) -> list[dict]:
     return records
 
 
+def folded_queries(layers: list[tuple]) -> list[torch.Tensor]:
+    """Q̃_i = Q_i + Q̃_{i−1} of every layer in the dtype of the queries, as layers that share their keys take them."""
+    folded, made = None, []
+    for q, *_ in layers:
+        folded = fold_queries(q, folded)
+        made.append(folded.to(q.dtype))
+    return made
+
+
+def shared_keys(layers: list[tuple], config: CarriedConfig) -> list[torch.Tensor]:
+    """A step of layers that share the first one's keys and values, as CarriedLlama(keys="shared") decodes."""
+    _, k, v = layers[0]
+    folded = folded_queries(layers)
+    return [carried_decode(q, k, v, None, 0, config.plain(i, D))[0] for i, q in enumerate(folded)]
+
+
 def decoding(args) -> list[dict]:
-    """A step of four layers, microseconds a layer: with a carried row of scores, without, and PyTorch's attention."""
+    """A step of four layers, microseconds a layer: with a carried row of scores, without, and PyTorch's attention; with
+    shared keys (of which later layers may find a short sequence's in the L2 cache), and their queries' fold alone."""
     records, clock = [], Clock()
-    for B, T in ((1, 8192), (1, 32768), (16, 8192)):
+    for B, T in POINTS:
         new = lambda heads, n, B=B: torch.randn(B, heads, n, D, device="cuda", dtype=torch.bfloat16)  # noqa: E731
         layers = [(new(H, 1), new(HK, T), new(HK, T)) for _ in range(4)]
         config, alone = CarriedConfig(impl="triton"), CarriedConfig(layers=1, impl="triton")
@@ -215,7 +235,8 @@ def decoding(args) -> list[dict]:
             return [scaled_dot_product_attention(*x, enable_gqa=True) for x in layers]
 
         runs = {"fp32 row": lambda: carried(None), "fp16 row": lambda: carried(torch.float16), "no carry": plain,
-                "PyTorch": pytorch}  # fmt: skip
+                "PyTorch": pytorch, "shared keys": lambda layers=layers, config=config: shared_keys(layers, config),
+                "fold alone": lambda layers=layers: folded_queries(layers)}  # fmt: skip
         samples = {name: [] for name in runs}
         with torch.no_grad():
             for r in range(args.rounds + 1):

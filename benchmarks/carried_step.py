@@ -22,8 +22,7 @@ from pathlib import Path
 from statistics import median
 
 import torch
-import triton
-from carried_blocks import Compiler, Job
+from carried_blocks import Compiler, Job, made_with
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
@@ -186,11 +185,9 @@ def main() -> None:
     for step, record in zip(steps, records, strict=True):
         record["trace"] = traced(step, args.tokens) if args.device == "cuda" else {}
     wrong = disagreements(records)
-    gpu = torch.cuda.get_device_name() if args.device == "cuda" else "cpu"
-    environment = {"gpu": gpu, "torch": torch.__version__, "triton": triton.__version__}
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps({"environment": environment, "tokens": args.tokens, "layers": args.layers,
-                                    "records": records, "wrong": wrong}, indent=1))  # fmt: skip
+    result = {"environment": made_with("carried_step", args.device), "tokens": args.tokens, "layers": args.layers}
+    args.out.write_text(json.dumps(result | {"records": records, "wrong": wrong}, indent=1))
     for r in records:
         if r["trace"]:
             say(f"{r['system']}: kernels that take most, ms and times")

@@ -31,6 +31,7 @@ import torch
 from torch import Tensor, nn
 from train_harness import Recipe, Text, compare, summary
 
+from tilewise.bench.records import environment
 from tilewise.carried import CarriedConfig, TileLayout
 from tilewise.carried.llama import CarriedLlama, LlamaOptions
 
@@ -176,7 +177,12 @@ def main(arguments: list[str] | None = None) -> int:
         recipe = Recipe(**{name: getattr(given, name) for name in asdict(recipe)})
         sizes = {n.replace("-", "_"): getattr(given, n.replace("-", "_")) for n in SIZES}
         dtype = getattr(torch, given.dtype)
-        notes = {"model": {**sizes, "window": given.window, "dtype": given.dtype, "plan": given.plan}}
+        kind = torch.device(given.device).type
+        made_with = environment("carried_train", "carried", kind, ("torch", "triton", "numpy"), {})
+        # Runs on either side of midnight are joined all the same.
+        del made_with["date"]
+        model = {**sizes, "window": given.window, "dtype": given.dtype, "plan": given.plan}
+        notes = {"model": model, "made_with": made_with}
         built = builders(given.variants, text.vocab, sizes, given.window, given.plan, given.device, dtype)
         began = time.monotonic()
         for name, build in built.items():

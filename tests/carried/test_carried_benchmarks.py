@@ -14,8 +14,9 @@ import torch
 
 from tilewise.bench import carried_systems, runner, worker
 from tilewise.bench.carried import CARRIED, CARRIED_OVER
+from tilewise.bench.records import environment
 from tilewise.bench.timing import Plan
-from tilewise.carried import CarriedConfig, TileLayout
+from tilewise.carried import CarriedConfig, SharedKeyCarry, TileLayout, shared_key_attention
 from tilewise.carried.config import Options
 from tilewise.carried.policy import choose_plan
 from tilewise.carried.triton import launch, settings
@@ -157,6 +158,39 @@ def test_a_gpu_test_launches_what_was_compiled(monkeypatch, programs, name):
         blocks._launches(run, collect(needed))
     assert {"attend", "keys_gradient", "queries_from_e"} <= {x[0] for x in needed}
     assert needed == listed
+
+
+def test_queries_of_shared_keys_are_folded_as_the_model_folds_them(programs):
+    """What decoding times is what CarriedLlama(keys="shared") runs: plain attention of Σ Q_j, each rounded once."""
+    _, kernels = programs
+    layers = [tuple(torch.randn(1, h, n, 128) for h, n in ((4, 1), (2, 20), (2, 20))) for _ in range(4)]
+    config = CarriedConfig(impl="blocked")
+    found = kernels.shared_keys(layers, config)
+    _, k, v = layers[0]
+    carry = SharedKeyCarry(config)
+    for (q, *_), o in zip(layers, found, strict=True):
+        expected, carry = shared_key_attention(q, k, v, carry)
+        torch.testing.assert_close(o, expected, rtol=1e-5, atol=1e-5)
+    assert kernels.POINTS == ((1, 8192), (1, 32768), (16, 8192))
+
+
+def test_records_say_what_they_were_made_with(monkeypatch, programs, tmp_path):
+    """GPU, versions and commit, in every program's file."""
+    blocks, kernels = programs
+    monkeypatch.setattr(blocks, "environment", lambda *x: environment(*x[:2], "cpu", *x[3:]))
+    needed = {"gpu", "commit", "cuda", "cudnn", "versions", "python", "torch", "triton"}
+    assert needed <= set(blocks.made_with("carried_step", "cpu"))
+    assert needed | {"heads", "d"} <= set(kernels.environment())
+    import carried_all
+
+    monkeypatch.setattr(sys, "argv", ["carried_all.py", str(tmp_path), "--only", "report"])
+    monkeypatch.setattr(carried_all, "run", lambda *x: {"step": x[0], "status": 0, "seconds": 0.0, "tail": []})
+    with pytest.raises(SystemExit) as ended:
+        carried_all.main()
+    assert ended.value.code == 0
+    written = json.loads((tmp_path / "carried_all.json").read_text())
+    assert [step["step"] for step in written["steps"]] == ["report"]
+    assert needed <= set(written["environment"])
 
 
 def test_plans_are_tried_in_the_order_of_their_measured_times():
