@@ -10,13 +10,13 @@ import json
 import multiprocessing
 import os
 import re
+import shlex
 import sys
 import time
 import traceback
 from pathlib import Path
 
 import torch
-import triton
 from depth_checks import CHECKS, check, normal
 from depth_passes import (
     DECODE_PLANS,
@@ -29,6 +29,7 @@ from depth_passes import (
     update_only,
     update_only_train,
 )
+from depth_record import where
 from depth_sweeps import sweeps
 from triton.testing import do_bench
 
@@ -306,12 +307,14 @@ def main():
     args = parser.parse_args()
     out = Path(args.out)
     out.mkdir(parents=True, exist_ok=True)
-    where = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__}
+    made = where("cuda", "kernels", command=shlex.join(sys.argv[1:]))
     jobs = []
     if "passes" in args.stages:
         jobs += [("warm_pass", kind) for kind in ("prefill", "decode", "train")]
     if "check" in args.stages:
-        jobs += [("check", *c) for c in sorted(CHECKS, key=lambda c: -c[1]) if re.search(args.cases, str(c))]
+        jobs += [
+            ("check", *c) for c in sorted(CHECKS, key=lambda c: -c[1] * c[2] * c[4]) if re.search(args.cases, str(c))
+        ]
     if "sweep" in args.stages:
         jobs += [("warm", label, part) for label in sweeps() for part in range(2)]
     done = pool(jobs)
@@ -336,7 +339,7 @@ def main():
             continue
         if stage == "check":
             wrong += sum(not r["ok"] for r in rows)
-        (out / f"depth_{stage}.json").write_text(json.dumps({**where, "rows": rows}, indent=1))
+        (out / f"depth_{stage}.json").write_text(json.dumps({**made, "rows": rows}, indent=1))
         torch.cuda.empty_cache()
     # A missed budget or a stage that failed makes a failing exit; what was measured is written all the same.
     sys.exit(bool(wrong))

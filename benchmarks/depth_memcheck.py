@@ -5,13 +5,23 @@
 Forward and backward of each operator with few tokens and many, neither a multiple of a tile, in 16 and 32 bits, sources
 as a list, as a bank and through a table of addresses; then the streams: training with shared gradients, Block and Full
 at inference, the contract of serving engines. `--tool racecheck` and `--tool initcheck` take the same program.
+
+    python benchmarks/depth_memcheck.py --collect DIR
+
+makes DIR/depth_memcheck.json of DIR/memcheck_*.txt, what the sanitizer and the nine programs printed, and fails if one
+of them found an error or did not end.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import re
+import sys
+from pathlib import Path
 
 import torch
+from depth_record import where
 
 from tilewise import depth
 from tilewise.depth import InferenceState, Schedule
@@ -81,11 +91,47 @@ def streams(T: int, d: int, dtype: torch.dtype, device: str) -> None:
                 backward(y)
 
 
-def main() -> None:
+def collected(texts: list[str]) -> list[dict]:
+    """One row a program: what it ran to its end, and how many errors the sanitizer counted (None: it did not say)."""
+    rows = []
+    for text in texts:
+        tool, count = re.search(r"COMPUTE-SANITIZER.*", text), re.search(r"ERROR SUMMARY: (\d+) error", text)
+        ran = [
+            {"dtype": dtype, "tokens": int(T), "d": int(d), "sources": int(n)}
+            for dtype, T, d, n in re.findall(r"^done torch\.(\w+) (\d+) (\d+) (\d+)$", text, re.MULTILINE)
+        ]
+        rows.append({
+            "sanitizer": tool is not None,
+            "ran": ran,
+            "checked": ["operators, forward and backward", "streams, training and inference"] if ran else [],
+            "errors": int(count[1]) if count else None,
+            "found": re.findall(r"^=+ ((?:Invalid|Uninitialized|Error|Program hit).*)$", text, re.MULTILINE)[:20],
+        })  # fmt: skip
+    return rows
+
+
+def collect(folder: Path) -> int:
+    """Write the record; 1 unless every pair of dtype and shape ran to its end without an error."""
+    rows = collected([path.read_text(errors="replace") for path in sorted(folder.glob("memcheck_*.txt"))])
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    (folder / "depth_memcheck.json").write_text(
+        json.dumps({**where(device, "memcheck", tool="memcheck"), "programs": rows}, indent=1) + "\n"
+    )
+    clean = [row for row in rows if row["sanitizer"] and row["errors"] == 0]
+    ran = {(pair["dtype"], pair["tokens"]) for row in clean for pair in row["ran"]}
+    expected = {(str(dtype).removeprefix("torch."), T) for dtype in DTYPES["cuda"] for T, _, _ in SHAPES["cuda"]}
+    print(f"memcheck: {len(clean)} of {len(rows)} programs without an error, {len(ran)} of {len(expected)} pairs ran")
+    return int(len(clean) < len(rows) or ran != expected)
+
+
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cuda", "cpu"))
     parser.add_argument("--only", type=int, help="one of the nine pairs of dtype and shape: they can run side by side")
+    parser.add_argument("--collect", type=Path, help="run nothing: make a record of the texts in this folder")
     args = parser.parse_args()
+    if args.collect:
+        return collect(args.collect)
     pairs = [(dtype, shape) for dtype in DTYPES[args.device] for shape in SHAPES[args.device]]
     for dtype, (T, d, n) in pairs if args.only is None else [pairs[args.only]]:
         operators(T, d, n, dtype, args.device)
@@ -93,7 +139,8 @@ def main() -> None:
         if args.device == "cuda":
             torch.cuda.synchronize()
         print("done", dtype, T, d, n, flush=True)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -35,6 +35,7 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+from depth_record import where
 from torch import Tensor, nn
 
 from tilewise.bench.timing import captured
@@ -352,8 +353,7 @@ def main() -> None:
     if not tiny:
         compile_all(parts, args)
     torch.manual_seed(0)
-    device = torch.cuda.get_device_name() if args.device == "cuda" else "cpu"
-    result = {"device": device, "torch": torch.__version__, "records": []}
+    result = {**where(args.device, "overhead", parts=list(parts), layers=args.layers), "records": []}
     for part in parts:
         if time.time() - START > args.limit:
             say(f"time is up before {part}")

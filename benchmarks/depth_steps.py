@@ -27,6 +27,7 @@ from pathlib import Path
 from statistics import median
 
 import torch
+from depth_record import where
 
 from tilewise.bench.cells import Cell
 from tilewise.bench.depth import DEPTH
@@ -375,8 +376,8 @@ def main() -> int:
         # Times are taken with the GPU alone.
         failed = tests.wait() != 0
         say("tests failed" if failed else "tests passed")
-    gpu = torch.cuda.get_device_name() if CUDA else "cpu"
-    result: dict = {"gpu": gpu, "torch": torch.__version__, "tests": not failed, "parts": {}}
+    made = where("cuda" if CUDA else "cpu", "steps", parts=parts)
+    result: dict = {**made, "tests": not failed, "parts": {}}
     run = {"kernels": kernels, "full": full, "prefill": prefill, "decode": decode, "training": training, "eager": eager}
     for part in measured:
         if time.time() - START > args.until or (part == "kernels" and not CUDA):

@@ -21,6 +21,9 @@ import sys
 import time
 from pathlib import Path
 
+import torch
+from depth_record import where
+
 ROOT = Path(__file__).resolve().parent.parent
 START = time.time()
 
@@ -102,7 +105,8 @@ def main() -> int:
         say("not run:", name)
     say(f"tests: {len(rows) - failed} of {len(names)} passed, {failed} failed, {len(left)} not run")
     everything = [*rows.values(), *({"test": name, "outcome": "not run"} for name in left)]
-    (args.out / "depth_tests.json").write_text(json.dumps(everything, indent=1) + "\n")
+    made = where("cuda" if torch.cuda.is_available() else "cpu", "tests", select=args.select)
+    (args.out / "depth_tests.json").write_text(json.dumps({**made, "tests": everything}, indent=1) + "\n")
     return 1 if failed or left else 0
 
 

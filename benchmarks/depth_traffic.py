@@ -25,6 +25,7 @@ from pathlib import Path
 from statistics import median
 
 import torch
+from depth_record import where
 
 from tilewise.bench.cells import Cell
 from tilewise.bench.depth_bytes import count
@@ -168,14 +169,13 @@ def main() -> None:
         return child(args)
     args.out.mkdir(parents=True, exist_ok=True)
     cell = cell_of(args.tokens, args)
-    record = {"sizes": cell.size, "formula": formula(cell)}
+    record = {**where(args.device, "traffic", rounds=args.rounds), "sizes": cell.size, "formula": formula(cell)}
     say({name: f"{value / 1e9:.1f} GB" for name, value in record["formula"].items()})
     record["launches"] = by_launches(args)
     say("launches", record["launches"])
     if args.device == "cpu":
         (args.out / "depth_traffic.json").write_text(json.dumps(record, indent=1) + "\n")
         return None
-    record |= {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__}
     for name, measure in (("counters", lambda a: by_counters(a, a.limit - (time.time() - START))), ("time", by_time)):
         if time.time() - START > args.limit - 25:
             say(f"no time left for the {name}")

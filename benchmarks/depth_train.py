@@ -18,6 +18,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
+from depth_record import where
 from torch import nn
 from train_harness import Recipe, Text, compare, summary
 
@@ -125,6 +126,9 @@ def main() -> None:
     dtypes = {"dtype": options.dtype, "stream": options.stream}
     model = {k: v for k, v in asdict(base).items() if k not in ("residual", "block")} | dtypes
     dtype, stream = (getattr(torch, name) for name in dtypes.values())
+    # Without the day: records of one comparison are joined, and one may be made after midnight.
+    made = where(options.device, "train")
+    del made["date"]
     built = variants(options.variants, base, torch.device(options.device), dtype, stream)
     record = compare(
         built,
@@ -134,7 +138,7 @@ def main() -> None:
         options.out,
         seconds=options.seconds,
         compiled=options.compile,
-        notes={"model": model, "compiled": options.compile},
+        notes={"model": model, "compiled": options.compile, "made": made},
     )
     print(summary(record))
 
