@@ -29,6 +29,7 @@ def _poisoned(make):
 
 torch.empty = _poisoned(torch.empty)
 
+from distant import apart  # noqa: E402
 from forked import groups_of, run_groups  # noqa: E402
 from relative_checks import call_of, dense, names_of, run, verdicts  # noqa: E402
 from tensor_cores import NearestTF32, cut_operands  # noqa: E402
@@ -40,6 +41,7 @@ from tilewise.call import Call  # noqa: E402
 from tilewise.terms import Port  # noqa: E402
 from tilewise.testing import Sizes  # noqa: E402
 from tilewise.triton.config import Limits, using  # noqa: E402
+from tilewise.triton.terms import rows_of  # noqa: E402
 
 HALF, BRAIN, SINGLE = torch.float16, torch.bfloat16, torch.float32
 
@@ -66,6 +68,8 @@ JOBS = {
     "inkling-fp32": ("inkling", sizes(100), "none", SINGLE, 0.0),
     "shared-heads-dropout": ("wav2vec2_bert", sizes(140, H=2, Hk=1), "causal_padding", HALF, 0.2),
     "lengths": ("wav2vec2_bert", sizes(140, B=2), "lengths", HALF, 0.0),
+    "left-padding": ("wav2vec2_bert", sizes(70, B=2), "left_padding", HALF, 0.0),
+    "right-padding": ("deberta", sizes(70, B=2), "right_padding", HALF, 0.0),
     "widths": ("vits", sizes(70, 140, d=20, d_v=24), "dense", HALF, 0.0),
     "offset-intervals": ("t5_causal", sizes(70, 200, offset=90), "intervals", HALF, 0.0),
     "beyond": ("shaw", sizes(20, 40, offset=500), "none", HALF, 0.0),
@@ -177,7 +181,59 @@ def cancelling() -> list[str]:
     return wrong
 
 
+def distant(case: str, size: Sizes, axis: int = 1, dtype=HALF) -> list[str]:
+    """Tables whose rows (or heads, axis 0) lie 2^31 elements apart and more: the same bits as of those in one piece."""
+    call = call_of(case, size, "none", dtype, "cpu")
+    do = torch.randn(*call.q.shape[:3], call.v.shape[3], generator=torch.Generator().manual_seed(3)).to(dtype)
+    dlse = torch.ones(call.q.shape[:3])
+    one, two = (run(each, do, dlse) for each in (call, apart(call, axis)))
+    names = ("o", "lse", *names_of(call))
+    return [
+        f"{name} differs"
+        for name, x, y in zip(names, (*one[:2], *one[2]), (*two[:2], *two[2]), strict=True)
+        if x.isnan().any() or not torch.equal(x, y)
+    ]
+
+
+def beyond_half() -> list[str]:
+    """Projections in log2 units beyond ±65504 are cut to that: O and lse are those of cut projections."""
+    call = call_of("wav2vec2_bert", sizes(60), "none", HALF, "cpu")
+    (port,) = call.ports
+    # Content has nothing of the last column, in which projections of several rows are too large, of both signs.
+    call.q[..., -1], call.k[..., -1] = 250.0, 0.0
+    port.table[..., -1] = torch.tensor([0, 900, 1400, 1000, 0, 1100, -1200, 0, -2000], dtype=HALF)
+    do = torch.zeros(*call.q.shape[:3], call.v.shape[3], dtype=HALF)
+    o, lse, grads = run(call, do, None)
+    q, k, v, table = (x.double() for x in (call.q[0, 0], call.k[0, 0], call.v[0, 0], port.table.reshape(-1, 16)))
+    log2e = 1.4426950408889634
+    delta = torch.arange(60)[:, None] - torch.arange(60)
+    projected = call.scale * log2e * (q @ table.T).gather(1, rows_of(port.rows, delta))
+    cut = projected.clamp(-65504, 65504)
+    assert (cut == 65504).sum(1).gt(1).sum() > 50
+    assert (cut == -65504).any()
+    scores = (call.scale * (q @ k.T) * log2e + cut) / log2e
+    # An fp32 score of 65504 has steps of 2^-8, in log2 units: P is off by up to 0.14 % of itself.
+    wrong = []
+    if not (o[0, 0] - scores.softmax(-1) @ v).abs().max() < 0.01:
+        wrong.append(f"O is off by {(o[0, 0] - scores.softmax(-1) @ v).abs().max():.2e}")
+    if not (lse[0, 0] - scores.logsumexp(-1)).abs().max() < 0.01:
+        wrong.append(f"lse is off by {(lse[0, 0] - scores.logsumexp(-1)).abs().max():.2e}")
+    return wrong + [f"{n} is not finite" for n, g in zip(names_of(call), grads, strict=True) if not g.isfinite().all()]
+
+
 OTHERS = {"unneeded": unneeded, "unneeded-txl": lambda: unneeded("txl", 70), "kept": kept, "cancelling": cancelling}
+OTHERS |= {
+    "beyond-half": beyond_half,
+    "distant-rows wav2vec2_bert": lambda: distant("wav2vec2_bert", sizes(140)),
+    "distant-rows txl": lambda: distant("txl", sizes(20)),
+    "distant-rows t5": lambda: distant("t5", sizes(140)),
+    "distant-rows deberta": lambda: distant("deberta", sizes(140)),
+    "distant-rows shaw": lambda: distant("shaw", sizes(140)),
+    "distant-rows inkling": lambda: distant("inkling", sizes(40)),
+    "distant-heads t5": lambda: distant("t5", sizes(140, H=3), 0),
+    "distant-heads deberta": lambda: distant("deberta", sizes(20, H=3), 0),
+    "distant-heads explicit": lambda: distant("explicit", sizes(20, H=3), 0),
+}
 
 
 def work(names: list[str]) -> None:

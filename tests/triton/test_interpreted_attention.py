@@ -16,11 +16,14 @@ SHARDS = (
     ("txl-packed", "shared-heads-dropout", "pointers", "negative-scale", "zero-scale"),
     ("unneeded", "shares", "kept"),
     ("bf16", "beyond"),
+    ("beyond-half", "left-padding", "right-padding"),
     ("tf32-explicit", "tf32-deberta", "wavlm-sides", "cancelling"),
     ("alibi-fp32", "t5-fp32"),
     ("t5-tall", "t5-lengths-tall", "t5-window-tall", "wavlm-tall"),
     ("txl-heads-dropout", "txl-fp32", "tf32-txl", "txl-bf16-short", "txl-pointers", "unneeded-txl"),
-)
+    ("distant-rows wav2vec2_bert", "distant-rows txl", "distant-rows t5", "distant-rows deberta", "distant-rows shaw",
+     "distant-rows inkling", "distant-heads t5", "distant-heads deberta", "distant-heads explicit"),
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")

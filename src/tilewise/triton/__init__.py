@@ -2,6 +2,12 @@
 
 One tiled core (:mod:`.core`) serves every relative term; :mod:`.plan` lays a call out for it. Exact, deterministic (no
 atomics: two calls agree bit for bit), 64-bit offsets; lengths, offsets and windows are run-time values.
+
+Tile shapes change at a few lengths (:mod:`.config`). Between those, a mechanism's kernels are compiled at the first
+length and, of the tile loops alone, once more at the first length whose keys fill their last block (of 64 or 128) where
+those before did not, or the other way round: such calls need no mask of elements. Nothing is compiled at any further
+length or offset. Strides of 2^31 elements and more, or that are no multiple of 16, are other types of argument, and
+tables with rows 2^31 elements apart have kernels of their own.
 """
 
 from __future__ import annotations

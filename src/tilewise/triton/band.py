@@ -67,7 +67,7 @@ def _edge(left, table, row, stride, c, D: gl.constexpr, ROW: gl.constexpr):
     """c · left_i · table[row] for the 64 rows of a shared tile; 0 where there is no row."""
     blocked: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
     d = gl.arange(0, D, gl.SliceLayout(0, blocked))
-    value = gl.load(table + gl.maximum(row, 0) * stride + d).to(gl.float32)
+    value = gl.load(table + gl.maximum(row, 0).to(gl.int64) * stride + d).to(gl.float32)
     value = gl.where(row >= 0, value, 0.0)
     total = gl.sum(left.load(blocked).to(gl.float32) * value[None, :], 1)
     return gl.convert_layout(total * c, ROW)

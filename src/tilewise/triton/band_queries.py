@@ -337,7 +337,7 @@ def query_pass(q, w, x, k, v, a, cr, g, dq, dw, dg, ends, parts, content, bias, 
                 left_sums = sums
         for side in gl.static_range(2):
             end = end_a if side == 0 else end_b
-            value = gl.load(table + gl.maximum(end, 0) * step_a + d).to(gl.float32)
+            value = gl.load(table + gl.maximum(end, 0).to(gl.int64) * step_a + d).to(gl.float32)
             value = gl.where(end >= 0, value, 0.0)
             weight = gl.convert_layout(left_sums if side == 0 else sums, row_of_o)
             acc = acc + weight[:, None] * value[None, :]

@@ -104,7 +104,8 @@ def collect_tiles(dg, x, bias, out, ranges, sx, head_v, f0, f1, B, G, blocks, ti
         at = tile + cc // T
         valid = made & (at >= lo) & (at <= hi) & (m + cc // T < count)
         r = n * T + rr
-        at_g = dg + tl.cast((f - f0) * G + h % G, tl.int64) * T * pitch + rr[:, None] * pitch + column * T + cc[None, :]
+        at_g = dg + tl.cast((f - f0) * G + h % G, tl.int64) * T * pitch + column * T
+        at_g = at_g + rr.to(tl.int64)[:, None] * pitch + cc[None, :]
         ds = tl.load(at_g, mask=(rr[:, None] >= 0) & valid[None, :], other=0.0)
         at_x = x + tl.cast(b, tl.int64) * sx[0] + tl.cast(h // G, tl.int64) * sx[1] + r.to(tl.int64)[:, None] * sx[2]
         met_here = made & (tile + W > lo) & (tile <= hi)
@@ -131,7 +132,7 @@ def spread(partial, grad, tau, heads, R, count, zero, step, sh, sr, sd, D: tl.co
     for n in range(heads):
         place = (tl.cast(h * heads + n, tl.int64) * count + at)[:, None] * D + d[None, :]
         total += tl.load(partial + place, mask=inside, other=0.0)
-    to = grad + tl.cast(h, tl.int64) * sh + r.to(tl.int64)[:, None] * sr + d[None, :] * sd
+    to = grad + tl.cast(h, tl.int64) * sh + r.to(tl.int64)[:, None] * sr + d.to(tl.int64)[None, :] * sd
     tl.store(to, (total * tau).to(grad.dtype.element_ty), mask=(r < R)[:, None] & (d[None, :] >= 0))
 
 
@@ -169,10 +170,11 @@ def sum_rows(partial, order, starts, parts, grad, tau, R, count, shares, blocks,
             if which == 1:
                 end = right_row
             for c in tl.range(0, tl.where(mine & (r == end), blocks, 0), N, loop_unroll_factor=2):
+                # A head's parts reach 2^31 numbers with 64 GiB of its queries, so (c + n)·sn is an int32.
                 at = parts + tl.cast(h, tl.int64) * sp + (c + n)[:, None] * sn + which * D + d[None, :]
                 total += tl.load(at, mask=(c + n < blocks)[:, None] & (d[None, :] >= 0), other=0.0)
     value = tl.sum(total, 0)
-    to = grad + tl.cast(h, tl.int64) * sh + r * sr + d * sd
+    to = grad + tl.cast(h, tl.int64) * sh + tl.cast(r, tl.int64) * sr + d.to(tl.int64) * sd
     tl.store(to, (value * tau).to(grad.dtype.element_ty), mask=mine & (d >= 0))
 
 

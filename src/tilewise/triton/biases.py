@@ -72,7 +72,8 @@ def add_parts(parts, grad, tau, count, heads, sp, sg, D: tl.constexpr, W: tl.con
     for first in range(0, count * heads, N):
         at = parts + (tl.cast(h, tl.int64) * count * heads + first + n)[:, None] * sp + d[None, :]
         total += tl.load(at, mask=(first + n < count * heads)[:, None] & (d[None, :] < D), other=0.0)
-    tl.store(grad + h * sg[0] + d * sg[1], (tl.sum(total, 0) * tau).to(grad.dtype.element_ty), mask=d < D)
+    to = grad + tl.cast(h, tl.int64) * sg[0] + d.to(tl.int64) * sg[1]
+    tl.store(to, (tl.sum(total, 0) * tau).to(grad.dtype.element_ty), mask=d < D)
 
 
 def add_up(parts: Tensor, grad: Tensor, tau: float) -> None:

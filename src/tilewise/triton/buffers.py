@@ -9,7 +9,12 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .terms import Geometry
 
-__all__ = ["Buffer", "Lookup", "Slab", "Source", "spaced", "spaced_like"]
+__all__ = ["Buffer", "Lookup", "Slab", "Source", "is_long", "spaced", "spaced_like"]
+
+
+def is_long(*tensors: Tensor) -> bool:
+    """Whether the last element of one lies further from its first than an int32 counts."""
+    return any(sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True)) >= 2**31 for x in tensors)
 
 
 def spaced_like(x: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ def fold(dz, table, acc, sums, out, ranges, th, tr, origin, step, size, eh, er, 
          scale, head, stride, H, G, h0, heads, B, rows, others, offset, ahead, behind, shift, cmin, span, batch,
          D: tl.constexpr, BD: tl.constexpr, WM: tl.constexpr, WN: tl.constexpr, TM: tl.constexpr, PACK: tl.constexpr,
          CB: tl.constexpr, SIZE: tl.constexpr, RANGED: tl.constexpr, ACC: tl.constexpr, SUMS: tl.constexpr,
-         SCALAR: tl.constexpr, PREC: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
+         SCALAR: tl.constexpr, LONG: tl.constexpr, PREC: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
     """out_r = scale · (acc_r + Σ_column dz[r, column] · table[row_of(column)] + Σ_side sums[side, r] · end_table[end]).
 
     The G heads that share a key head are summed, in order. SCALAR: the table's rows are numbers (D = 1).
@@ -58,7 +58,7 @@ def fold(dz, table, acc, sums, out, ranges, th, tr, origin, step, size, eh, er, 
         rows_of_h = table + tl.cast(h, tl.int64) * th
         ends_of_h = end_table + tl.cast(h, tl.int64) * eh
         for block in tl.range(bfrom, bto, num_stages=STAGES):
-            row = row_of(block * CB + cc - rho, origin, step, size)
+            row = row_of(block * CB + cc - rho, origin, step, size, LONG)
             place = (first + down + (cmin + block * CB))[:, None] + cc[None, :]
             inside = (place >= lo[:, None]) & (place < hi[:, None])
             ds = tl.load(zrow[:, None] + place, mask=inside, other=0.0)
@@ -71,9 +71,9 @@ def fold(dz, table, acc, sums, out, ranges, th, tr, origin, step, size, eh, er, 
                 total = added(total, ds, right, scale * 0.0, PREC)
         if SUMS:
             for side in tl.static_range(2):
-                end = left_row
+                end = tl.cast(left_row, tl.int64)
                 if side == 1:
-                    end = right_row
+                    end = tl.cast(right_row, tl.int64)
                 sigma_at = tl.cast((side * B + b) * H + h, tl.int64) * rows + r
                 sigma = tl.load(sums + sigma_at, mask=r < rows, other=0.0)
                 if SCALAR:
@@ -122,7 +122,8 @@ def collect(dz, x, bias, out, ranges, sx, su, head, stride, H, G, h0, heads, B, 
         ds = tl.load(zrow[:, None] + place, mask=inside, other=0.0)
         right = tl.load(xrow[:, None] + d[None, :], mask=(r[:, None] < rows) & (d[None, :] < D), other=0.0)
         if BIASED:
-            moved = right.to(tl.float32) + tl.load(bias + h * su + d, mask=d < D, other=0.0).to(tl.float32)[None, :]
+            added_row = tl.load(bias + tl.cast(h, tl.int64) * su + d, mask=d < D, other=0.0)
+            moved = right.to(tl.float32) + added_row.to(tl.float32)[None, :]
             right = operand(moved.to(right.dtype), PREC)
         total = added(total, tl.trans(ds), right, zero, PREC)
     at = tl.cast(local * 8 + rho, tl.int64) * length + block * CB + cc
@@ -150,7 +151,7 @@ def collect_scalars(dz, gate, out, ranges, sg, head, stride, h0, heads, B, rows,
     turns = (B * count + 3) // 4
     a = tl.arange(0, SIZE)[:, None]
     w = tl.arange(0, SIZE)[None, :]
-    entry = a * stride + w
+    entry = a.to(tl.int64) * stride + w
     total = tl.zeros([SIZE, SIZE], tl.float32)
     for turn in tl.range(quarter * turns, tl.minimum(quarter * turns + turns, B * count), num_stages=STAGES):
         b = turn // each
@@ -177,14 +178,15 @@ def collect_scalars(dz, gate, out, ranges, sg, head, stride, h0, heads, B, rows,
 @triton.jit(do_not_specialize=_RUNTIME)
 def reduce(partial, order, starts, parts, sums, crossed, gate, grad, sgrad, sgate, left_row, right_row, first, second,
            scale, H, h0, B, length, T, blocks, D: tl.constexpr, BD: tl.constexpr, N: tl.constexpr,
-           SCALAR: tl.constexpr, GATED: tl.constexpr, ENDS: tl.constexpr, PARTS: tl.constexpr,
-           CROSS: tl.constexpr):  # fmt: skip
+           SCALAR: tl.constexpr, GATED: tl.constexpr, ENDS: tl.constexpr, PARTS: tl.constexpr, CROSS: tl.constexpr,
+           LONG: tl.constexpr):  # fmt: skip
     """grad[h, row] = scale · (Σ of the row's columns and residues + what the saturated sides add to end rows).
 
     Program (row, head) for all rows but the two ends, which have far more to sum and a launch of their own (ENDS: rows
     `first` and `second`). PARTS: the sides' sums come as one vector a block of `blocks` (the second includes the
     first), CROSS: less Σ sums · Σ ends of the tables `crossed`, which the shifted factor had added; else they are
-    Σ sums · gate, of T sums a head.
+    Σ sums · gate, of T sums a head. LONG: an int32 does not count eight residues of `length` columns,
+    or what grad spans.
     """
     local = tl.program_id(1)
     h = h0 + local
@@ -203,7 +205,10 @@ def reduce(partial, order, starts, parts, sums, crossed, gate, grad, sgrad, sgat
     for c in range(a, e, N // 8):
         slot = c + n // 8
         column = tl.load(order + slot, mask=slot < e, other=0)
-        place = base + (n % 8) * length + column + n % 8
+        residue = n % 8
+        if LONG:
+            residue = residue.to(tl.int64)
+        place = base + residue * length + column + n % 8
         if SCALAR:
             number += tl.load(partial + place, mask=slot < e, other=0.0)
         else:
@@ -233,13 +238,16 @@ def reduce(partial, order, starts, parts, sums, crossed, gate, grad, sgrad, sgat
                         within = c + n < B * T
                         summed = tl.load(sums + ((side * B + b) * H + h).to(tl.int64) * T + i, mask=within, other=0.0)
                         if GATED:
-                            gate_at = gate + b.to(tl.int64) * sgate[0] + h * sgate[1] + i * sgate[2]
+                            gate_at = gate + b.to(tl.int64) * sgate[0] + tl.cast(h, tl.int64) * sgate[1] + i * sgate[2]
                             summed *= tl.load(gate_at, mask=within, other=0.0).to(tl.float32)
                         sigma += summed
                     if SCALAR:
                         number += sigma
                     else:
                         total -= sigma[:, None] * ends(crossed, h, d, D, side)[None, :]
+    if LONG:
+        row = tl.cast(row, tl.int64)
+        d = d.to(tl.int64)
     to = grad + tl.cast(h, tl.int64) * sgrad[0] + row * sgrad[1]
     if SCALAR:
         tl.store(to, (tl.sum(number, 0) * scale).to(grad.dtype.element_ty), mask=mine)

@@ -11,7 +11,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from ..call import Call
 from . import config
 from .biases import content_of, rows_of_heads
-from .buffers import spaced, spaced_like
+from .buffers import is_long, spaced, spaced_like
 from .cached import cached
 from .cancel import cancel
 from .config import Tiles, backward_tiles, fold_tiles, projection_tiles
@@ -343,7 +343,7 @@ class _Backward:
                 1.0 if port.kind in ("scalar", "value") else L.call.scale, L.H, h0, L.B,
                 length, max(1, self.sum_buffer.shape[-1]), blocks, D=width, BD=padded(width), N=lanes, SCALAR=scalar,
                 GATED=gate is not None, ENDS=ends, PARTS=ends and not scalar, CROSS=ends and bool(crossed),
-                num_warps=4 if scalar else max(1, lanes // 16),
+                LONG=8 * length >= 2**31 or is_long(grad), num_warps=4 if scalar else max(1, lanes // 16),
             )  # fmt: skip
 
     def _end_parts(self, n: int):

@@ -40,7 +40,7 @@ def visible(rule, b, h, i, j, Tq, Tk, offset, left, right):
         delta = i + offset - j
         seen = seen & (delta <= left) & (delta >= -right)
     if rule.BOUNDS:
-        at = rule.bounds + b * rule.bounds_batch + i * rule.bounds_row
+        at = rule.bounds + tl.cast(b, tl.int64) * rule.bounds_batch + i * rule.bounds_row
         seen = seen & (j >= tl.load(at, mask=i < Tq, other=0)) & (j < tl.load(at + 1, mask=i < Tq, other=0))
     if rule.KEYS:
         seen = seen & (tl.load(rule.keys + tl.cast(b, tl.int64) * Tk + j, mask=j < Tk, other=0) != 0)
@@ -77,7 +77,7 @@ def _ranges(out, rule, Tq, Tk, offset, left, right, queries, SIZE: tl.constexpr)
         lo = tl.maximum(i + offset - left, 0)
         hi = tl.minimum(i + offset + right + 1, Tk)
         if rule.BOUNDS:
-            at = rule.bounds + b * rule.bounds_batch + i * rule.bounds_row
+            at = rule.bounds + tl.cast(b, tl.int64) * rule.bounds_batch + i * rule.bounds_row
             lo = tl.maximum(lo, tl.load(at, mask=i < Tq, other=0))
             hi = tl.minimum(hi, tl.load(at + 1, mask=i < Tq, other=0))
         some = (i < Tq) & (lo < hi)
@@ -96,7 +96,7 @@ def _ranges(out, rule, Tq, Tk, offset, left, right, queries, SIZE: tl.constexpr)
             count = tl.zeros([SIZE], tl.int32)
             for i0 in range(a // SIZE * SIZE, e, SIZE):
                 i = i0 + lane
-                at = rule.bounds + b * rule.bounds_batch + i * rule.bounds_row
+                at = rule.bounds + tl.cast(b, tl.int64) * rule.bounds_batch + i * rule.bounds_row
                 lo = tl.maximum(tl.maximum(i + offset - left, 0), tl.load(at, mask=i < Tq, other=0))
                 hi = tl.minimum(tl.minimum(i + offset + right + 1, Tk), tl.load(at + 1, mask=i < Tq, other=0))
                 some = (i < Tq) & (lo < hi) & (lo < j1) & (hi > j0)

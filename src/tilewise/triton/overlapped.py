@@ -133,10 +133,10 @@ def attend_overlapped(q, k, v, o, lse, slab, table, rule, ranges, c, over, H, G,
         t1 = gl.minimum(gl.maximum(gl.maximum(i0 + offset - hi + 1, 0) // BN - first // BN, 0), tiles)
         t2 = (gl.maximum(i0 + BM - 1 + offset - lo, 0) + BN - 1) // BN - first // BN
         band = gl.minimum(gl.maximum(t2, t1), tiles) - t1
-        ends = table + ht * head_t
+        ends = table + ht.to(gl.int64) * head_t
         LOG2E: gl.constexpr = 1.4426950408889634
-        left_edge = gl.load(ends + gl.maximum(end_a, 0) * step_t).to(gl.float32) * LOG2E
-        right_edge = gl.load(ends + gl.maximum(end_b, 0) * step_t).to(gl.float32) * LOG2E
+        left_edge = gl.load(ends + gl.maximum(end_a, 0).to(gl.int64) * step_t).to(gl.float32) * LOG2E
+        right_edge = gl.load(ends + gl.maximum(end_b, 0).to(gl.int64) * step_t).to(gl.float32) * LOG2E
         left_edge = gl.where(end_a >= 0, left_edge, 0.0)
         right_edge = gl.where(end_b >= 0, right_edge, 0.0)
 
@@ -169,7 +169,7 @@ def attend_overlapped(q, k, v, o, lse, slab, table, rule, ranges, c, over, H, G,
     if TERM:
         row = gl.arange(0, BM, row_of_s)
         column = gl.arange(0, BN, gl.SliceLayout(0, s_mma))
-        here = slab + ht.to(gl.int64) * head + (row * width)[:, None] + column[None, :]
+        here = slab + ht.to(gl.int64) * head + (row.to(gl.int64) * width)[:, None] + column[None, :]
         reach = width - BN
     m = gl.full([BM], -1.0e30, gl.float32, row_of_s)
     zero = gl.zeros([BM, BN], gl.float32, s_mma)
@@ -241,7 +241,8 @@ def unsuited(L: Layout) -> list[str]:
 def forward(L: Layout, o: Tensor, lse: Tensor) -> None:
     """Write O and lse of a call that :func:`unsuited` has nothing against."""
     shape = SHAPES[L.d]
-    slab, table, heads, ends = Slab(L.q.x, 0, 0), L.q.x, 1, (-1, -1)
+    # shift − offset is 0 at every offset: a kernel is compiled for multiples of 16 and another for the rest.
+    slab, table, heads, ends = Slab(L.q.x, 0, L.call.offset), L.q.x, 1, (-1, -1)
     if L.ports:
         slab, table, heads, ends = L.slab(0, (BLOCK, shape.keys)), L.tables[0], L.tables[0].shape[0], L.ends[0]
     masked = L.masked(shape.keys) or L.mask.elementwise

@@ -8,7 +8,7 @@ from torch import Tensor
 from ..call import Call, Unsupported
 from . import config
 from .biases import content_band, content_edge, content_of
-from .buffers import spaced
+from .buffers import is_long, spaced
 from .config import Tiles, backward_tiles, fold_tiles, projection_tiles
 from .core import attend, probabilities
 from .fold import fold
@@ -183,7 +183,7 @@ def fold_rows(L, n, buffer, acc, sums, out, scale, h0, heads, group, shape) -> N
         left, right, scale, g.head, g.stride, L.H, group, h0, heads, L.B, g.rows, g.others, offset, ahead, behind,
         g.shift, g.first, g.span, L.mask.batch, D=width, BD=padded(width), WM=g.tile[0], WN=g.tile[1],
         TM=TM, PACK=pack, CB=CB, SIZE=BLOCK, RANGED=L.mask.ranged, ACC=acc is not None, SUMS=sums is not None,
-        SCALAR=scalar, PREC=L.precision, STAGES=stages, num_warps=warps,
+        SCALAR=scalar, LONG=is_long(at.table), PREC=L.precision, STAGES=stages, num_warps=warps,
     )  # fmt: skip
 
 

@@ -13,7 +13,7 @@ from ..call import Call
 from ..terms import Port
 from . import config
 from .biases import position_of
-from .buffers import Buffer, Lookup, Slab, Source, spaced
+from .buffers import Buffer, Lookup, Slab, Source, is_long, spaced
 from .cached import cached
 from .config import Limits, Tiles, forward_tiles
 from .launch import cdiv, launch, next_power_of_2
@@ -316,7 +316,7 @@ class Layout(Facts):
             bias[1] if bias else 0, at.origin, at.step, at.size, scale, g.head, g.stride, self.H, group, h0, heads,
             self.B, g.rows, g.others, offset, ahead, behind, g.shift, g.first, g.span, self.mask.batch, D=width,
             BD=padded(width), WM=tile[0], WN=tile[1], TM=TM, PACK=pack, CB=CB, SIZE=BLOCK, RANGED=self.mask.ranged,
-            BIASED=bias is not None, PREC=self.precision, STAGES=stages, num_warps=warps,
+            BIASED=bias is not None, LONG=is_long(at.table), PREC=self.precision, STAGES=stages, num_warps=warps,
         )  # fmt: skip
 
     def slab(self, n: int, block: tuple[int, int]) -> Slab:
@@ -328,12 +328,12 @@ class Layout(Facts):
         # Tiles begin at j − i − offset + shift, which must be a multiple of 16 bytes.
         shift = -(-(high + 2 * block[1] - self.call.offset) // 16) * 16 + self.call.offset
         width = -(-(shift + block[0] - low + 2 * block[1]) // 128) * 128
-        wide = table.dtype == torch.float32 or self.dtype == torch.float32
-        dtype = torch.float32 if wide else torch.float16
+        dtype = torch.float32 if torch.float32 in (table.dtype, self.dtype) else torch.float16
         memory = torch.empty(table.shape[0], block[0], width, dtype=dtype, device=self.device)
         launch(
             toeplitz, (width // 128, table.shape[0]), table, _scalar_rows(self.ports[n].rows, low, high, self.device),
-            memory, table.stride(0), table.stride(1), width, shift, low, high, N=block[0], CB=128, num_warps=4,
+            memory, *table.stride(), width, shift, low, high, N=block[0], CB=128, LONG=is_long(table, memory),
+            num_warps=4,
         )  # fmt: skip
         return Slab(memory, width, shift)
 

@@ -69,9 +69,15 @@ def rows_of_tile(group, first, rho, rows, B, TM: tl.constexpr, PACK: tl.constexp
 
 
 @triton.jit
-def row_of(column, origin, step, size):
-    """The table row of a column (counted from cmin): affine, cut to the table."""
-    return tl.minimum(tl.maximum(origin + step * column, 0), size - 1)
+def row_of(column, origin, step, size, LONG: tl.constexpr):
+    """The table row of a column (counted from cmin): affine, cut to the table. LONG: as int64, to be scaled by strides.
+
+    That takes 6 to 10 registers more in the loops over columns: calls whose tables need it have kernels of their own.
+    """
+    row = tl.minimum(tl.maximum(origin + step * column, 0), size - 1)
+    if LONG:
+        row = row.to(tl.int64)
+    return row
 
 
 @triton.jit(do_not_specialize=["R", "columns"])
@@ -81,7 +87,7 @@ def expand(table, rows_of, out, th, tr, columns, D: tl.constexpr, BD: tl.constex
     h = tl.program_id(1)
     d = tl.arange(0, BD)
     row = tl.load(rows_of + column, mask=column < columns, other=-1)
-    at = table + h * th + row[:, None] * tr + d[None, :]
+    at = table + tl.cast(h, tl.int64) * th + row.to(tl.int64)[:, None] * tr + d[None, :]
     value = tl.load(at, mask=(row[:, None] >= 0) & (d[None, :] < D), other=0.0)
     to = out + (tl.cast(h, tl.int64) * columns + column[:, None]) * D + d[None, :]
     tl.store(to, value, mask=(column[:, None] < columns) & (d[None, :] < D))
@@ -91,7 +97,7 @@ def expand(table, rows_of, out, th, tr, columns, D: tl.constexpr, BD: tl.constex
 def project(x, table, z, bias, ranges, sx, th, tr, bh, origin, step, size, scale, head, stride, H, G, h0, heads, B,
             rows, others, offset, ahead, behind, shift, cmin, span, batch, D: tl.constexpr, BD: tl.constexpr,
             WM: tl.constexpr, WN: tl.constexpr, TM: tl.constexpr, PACK: tl.constexpr, CB: tl.constexpr,
-            SIZE: tl.constexpr, RANGED: tl.constexpr, BIASED: tl.constexpr, PREC: tl.constexpr,
+            SIZE: tl.constexpr, RANGED: tl.constexpr, BIASED: tl.constexpr, LONG: tl.constexpr, PREC: tl.constexpr,
             STAGES: tl.constexpr):  # fmt: skip
     """z[r, column] = scale · (x_r · table[row_of(column)] + bias[row_of(column)]), skewed.
 
@@ -120,7 +126,7 @@ def project(x, table, z, bias, ranges, sx, th, tr, bh, origin, step, size, scale
     zrow = z + tl.cast(b * heads + h - h0, tl.int64) * head + r.to(tl.int64) * stride
     table = table + tl.cast(h, tl.int64) * th
     for block in tl.range(bfrom, bto, num_stages=STAGES):
-        row = row_of(block * CB + cc - rho, origin, step, size)
+        row = row_of(block * CB + cc - rho, origin, step, size, LONG)
         right = tl.load(table + row[None, :] * tr + d[:, None], mask=d[:, None] < D, other=0.0)
         value = tl.dot(left, right, input_precision=PREC)
         if BIASED:
@@ -135,14 +141,19 @@ def project(x, table, z, bias, ranges, sx, th, tr, bh, origin, step, size, scale
 
 
 @triton.jit(do_not_specialize=["width", "shift", "low", "high", "H"])
-def toeplitz(table, rows_of, slab, th, tr, width, shift, low, high, N: tl.constexpr, CB: tl.constexpr):
+def toeplitz(table, rows_of, slab, th, tr, width, shift, low, high, N: tl.constexpr, CB: tl.constexpr,
+             LONG: tl.constexpr):  # fmt: skip
     """slab[h, a, w] = table[h, φ(a − w + shift)], width a multiple of CB; rows_of holds φ of the offsets low … high."""
     w = tl.program_id(0) * CB + tl.arange(0, CB)
     h = tl.program_id(1)
     a = tl.arange(0, N)
     delta = tl.minimum(tl.maximum(a[:, None] - w[None, :] + shift, low), high)
     row = tl.load(rows_of + delta - low)
-    value = tl.load(table + h * th + row * tr, mask=row >= 0, other=0.0)
+    if LONG:
+        row = row.to(tl.int64)
+        a = a.to(tl.int64)
+    at = table + tl.cast(h, tl.int64) * th + row * tr
+    value = tl.load(at, mask=row >= 0, other=0.0)
     value = value.to(tl.float32)
     if slab.dtype.element_ty == tl.float16:
         value = tl.clamp(value, -65504.0, 65504.0)
@@ -159,7 +170,7 @@ def ends(tables, h, d, D: tl.constexpr, SIDE: tl.constexpr):
         row = tables[t].left
         if SIDE == 1:
             row = tables[t].right
-        at = tables[t].table + h * tables[t].head + row * tables[t].row + d
+        at = tables[t].table + tl.cast(h, tl.int64) * tables[t].head + tl.cast(row, tl.int64) * tables[t].row + d
         total += tl.load(at, mask=(d < D) & (row >= 0), other=0.0).to(tl.float32)
     return total
 
@@ -205,7 +216,7 @@ def prepare(q, k, v, g, o, lse, dlse, qx, kx, vx, stats, pad, terms, qtables, kt
             product *= load_rows(g, sg, b, h, first, Tq, DV, N, BV, False).to(tl.float32)
             dl = tl.sum(product, 1)
             if DLSE:
-                at_l = dlse + tl.cast(b, tl.int64) * sl[0] + tl.cast(h, tl.int64) * sl[1] + i * sl[2]
+                at_l = dlse + tl.cast(b, tl.int64) * sl[0] + tl.cast(h, tl.int64) * sl[1] + i.to(tl.int64) * sl[2]
                 dl -= tl.load(at_l, mask=i < Tq, other=0.0).to(tl.float32)
             tl.store(at + 3 * plane, dl, mask=i < pad)
             # A row that saw no key gets P = 0 from lse = +∞, too.

@@ -158,7 +158,7 @@ def visible(rule, b, i, j, Tq, Tk, offset, left, right):
         delta = i + offset - j
         seen = seen & (delta <= left) & (delta >= -right)
     if rule.BOUNDS:
-        at = rule.bounds + b * rule.bounds_batch + i * rule.bounds_row
+        at = rule.bounds + b.to(gl.int64) * rule.bounds_batch + i * rule.bounds_row
         seen = seen & (j >= gl.load(at, mask=i < Tq, other=0)) & (j < gl.load(at + 1, mask=i < Tq, other=0))
     if rule.KEYS:
         seen = seen & (gl.load(rule.keys + b.to(gl.int64) * Tk + j, mask=j < Tk, other=0) != 0)

@@ -180,9 +180,9 @@ def _attend(GROUP: gl.constexpr, q, o, qs, ks, vs, q_full, full, free, order, ls
         left_edge = c * 0.0
         right_edge = c * 0.0
         if SIDES:
-            ends = table + ht * head_t
-            left_edge = gl.load(ends + gl.maximum(end_a, 0) * step_t).to(gl.float32) * LOG2E
-            right_edge = gl.load(ends + gl.maximum(end_b, 0) * step_t).to(gl.float32) * LOG2E
+            ends = table + ht.to(gl.int64) * head_t
+            left_edge = gl.load(ends + gl.maximum(end_a, 0).to(gl.int64) * step_t).to(gl.float32) * LOG2E
+            right_edge = gl.load(ends + gl.maximum(end_b, 0).to(gl.int64) * step_t).to(gl.float32) * LOG2E
             left_edge = gl.where(end_a >= 0, left_edge, 0.0)
             right_edge = gl.where(end_b >= 0, right_edge, 0.0)
         i = i0 + gl.arange(0, _ROWS, row_of_s)
@@ -191,7 +191,7 @@ def _attend(GROUP: gl.constexpr, q, o, qs, ks, vs, q_full, full, free, order, ls
         if TERM:
             row = gl.arange(0, _ROWS, row_of_s)
             column = gl.arange(0, BN, gl.SliceLayout(0, s_mma))
-            here = slab + ht.to(gl.int64) * head + (row * width)[:, None] + column[None, :]
+            here = slab + ht.to(gl.int64) * head + (row.to(gl.int64) * width)[:, None] + column[None, :]
             reach = width - BN
 
         m = gl.full([_ROWS], -1.0e30, gl.float32, row_of_s)
@@ -312,7 +312,8 @@ def shape_of(L: Layout) -> Shape:
 def forward(L: Layout, o: Tensor, lse: Tensor, shape: Shape | None = None) -> None:
     """Write O and lse of a call that :func:`.overlapped.unsuited` has nothing against."""
     shape = shape or shape_of(L)
-    slab, table, heads, ends = Slab(L.q.x, 0, 0), L.q.x, 1, (-1, -1)
+    # shift − offset is 0 at every offset: a kernel is compiled for multiples of 16 and another for the rest.
+    slab, table, heads, ends = Slab(L.q.x, 0, L.call.offset), L.q.x, 1, (-1, -1)
     if L.ports:
         slab, table, heads, ends = L.slab(0, (BLOCK, shape.keys)), L.tables[0], L.tables[0].shape[0], L.ends[0]
     blocks = cdiv(L.Tq, shape.groups * BLOCK) * L.B * L.H

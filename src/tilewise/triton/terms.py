@@ -104,7 +104,8 @@ def toeplitz_edge(t, b, h, i, Tq, SIDE: tl.constexpr):
     row = t.edges.left
     if SIDE == 1:
         row = t.edges.right
-    value = tl.load(t.edges.table + h * t.edges.head + row * t.edges.row, mask=row >= 0, other=0.0).to(tl.float32)
+    at = t.edges.table + tl.cast(h, tl.int64) * t.edges.head + tl.cast(row, tl.int64) * t.edges.row
+    value = tl.load(at, mask=row >= 0, other=0.0).to(tl.float32)
     value = value * _LOG2E + tl.zeros_like(i).to(tl.float32)
     if t.GATED:
         at = t.gate + tl.cast(b, tl.int64) * t.gate_batch + tl.cast(h, tl.int64) * t.gate_head + i * t.gate_row
@@ -139,7 +140,7 @@ def skewed_edge(t, b, h, i, Tq, SIDE: tl.constexpr):
         at = t.left + tl.cast(b, tl.int64) * t.left_batch + tl.cast(h, tl.int64) * t.left_head
         at = at + i.to(tl.int64)[:, None] * t.left_row + d[None, :]
         left = tl.load(at, mask=(i[:, None] < Tq) & (d[None, :] < t.WIDE), other=0.0).to(tl.float32)
-        at = t.edges.table + h * t.edges.head + row * t.edges.row + d
+        at = t.edges.table + tl.cast(h, tl.int64) * t.edges.head + tl.cast(row, tl.int64) * t.edges.row + d
         value = tl.sum(left * tl.load(at, mask=(d < t.WIDE) & (row >= 0), other=0.0).to(tl.float32)[None, :], 1)
         value = value * t.scale
     return value
