@@ -1,7 +1,8 @@
 """Operator contracts ``tilewise::attn_fwd`` and ``tilewise::attn_bwd``, and the one autograd.Function around them.
 
 The relative terms travel as a list of tensors and a string (:func:`tilewise.terms.spec_of`), so that two operators
-serve every mechanism and a new length or a new map recompiles nothing. Implementations are imported on first use.
+serve every mechanism, map and length. The Triton kernels are compiled once for lengths that end with a block of keys
+and once for those that do not (:mod:`tilewise.triton`). Implementations are imported on first use.
 """
 
 from __future__ import annotations

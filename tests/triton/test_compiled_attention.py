@@ -27,6 +27,16 @@ def test_every_architecture(arch):
     assert [k for k in kernels if k["shared"] > k["limit"]] == []
 
 
+@pytest.mark.parametrize(("case", "arch", "products"), [("t5", 100, 0), ("deberta", 86, 2), ("txl", 120, 1)])
+def test_other_mechanisms_on_other_architectures(case, arch, products):
+    kernels = compiled(f"{case}@{arch}")
+    names = [k["kernel"] for k in kernels]
+    assert {"attend", "grad_key", "grad_query", "reduce"} <= {*names}
+    assert ("project" in names, "toeplitz" in names) == (products > 0, products == 0)
+    assert {k["arch"] for k in kernels} == {arch}
+    assert [k for k in kernels if k["shared"] > k["limit"]] == []
+
+
 def test_hopper_keeps_left_operands_out_of_registers():
     kernels = compiled("deberta@90", "t5@90", "txl@90")
     loops = [k for k in kernels if k["kernel"] in ("attend", "grad_key", "grad_query")]
@@ -52,14 +62,21 @@ def test_tf32_only_on_request_and_fp32_sums_by_tile():
     assert {k["kernel"] for k in asked if k["chained"]} == products - {"project"}
 
 
-def test_a_new_length_or_offset_compiles_nothing_new():
+def test_lengths_and_offsets_share_one_kernel_with_and_one_without_a_mask_of_elements():
     done = subprocess.run(
-        [sys.executable, str(HERE / "specialised.py"), "wavlm", "deberta", "txl"], cwd=HERE, capture_output=True,
-        text=True, timeout=500,
+        [sys.executable, str(HERE / "specialised.py"), "wavlm", "deberta", "txl", "none", "t5", "shaw"], cwd=HERE,
+        capture_output=True, text=True, timeout=500,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     kernels = [json.loads(line) for line in done.stdout.splitlines()]
-    assert {"attend", "attend_band", "grad_key", "grad_query", "key_pass", "query_pass", "prepare", "fold"} <= {
-        k["kernel"] for k in kernels
-    }
-    assert [k for k in kernels if k["all"] > k["first"]] == []
+    assert {k["kernel"] for k in kernels if k["masked"] == [False, True]} == {
+        "attend", "attend_band", "attend_overlapped", "grad_key", "grad_query", "key_pass", "probabilities",
+        "query_pass",
+    }  # fmt: skip
+    assert {k["kernel"] for k in kernels if not k["masked"]} == {
+        "prepare", "project", "expand", "toeplitz", "fold", "collect", "collect_scalars", "collect_tiles", "reduce",
+        "sum_rows", "spread", "add_parts",
+    }  # fmt: skip
+    assert [k for k in kernels if k["all"] != k["first"] * max(1, len(k["masked"]))] == []
+    # What one length needs of a kernel: two of `prepare` and `reduce`, which start twice a call.
+    assert {k["kernel"]: k["first"] for k in kernels if k["first"] > 1} == {"prepare": 2, "reduce": 2}
