@@ -23,7 +23,7 @@ from pathlib import Path
 __all__ = ["Launched", "collect", "get_ready", "run"]
 
 ROOT = Path(__file__).resolve().parent.parent
-TESTS = ROOT / "tests/carried/test_kernels_gpu.py"
+FILES = tuple(ROOT / f"tests/carried/test_{name}_gpu.py" for name in ("kernels", "models"))
 PROCESSES = 6
 """That run tests: each makes a CUDA context, one after another, and then mostly waits for the GPU."""
 
@@ -38,11 +38,12 @@ class Launched:
 
     def run(self) -> None:
         """Nothing where the test is none of kernels."""
-        if str(TESTS.parent) not in sys.path:
-            sys.path.insert(0, str(TESTS.parent))
-        launched = importlib.import_module(TESTS.stem).LAUNCHED
-        if self.function in launched:
-            launched[self.function](**self.params).launch()
+        if str(FILES[0].parent) not in sys.path:
+            sys.path.insert(0, str(FILES[0].parent))
+        for file in FILES:
+            launched = importlib.import_module(file.stem).LAUNCHED
+            if self.function in launched:
+                launched[self.function](**self.params).launch()
 
 
 class _Collected:
@@ -65,7 +66,7 @@ def collect(select: str) -> list[Launched]:
     # The project's own options would run them in processes.
     options = ["--collect-only", "-o", "addopts=", "-p", "no:cacheprovider", f"--rootdir={ROOT}"]
     with contextlib.redirect_stdout(said):
-        pytest.main([str(TESTS), *options, *(["-k", select] if select else [])], plugins=[found])
+        pytest.main([*map(str, FILES), *options, *(["-k", select] if select else [])], plugins=[found])
     if not getattr(found, "items", []):
         raise ValueError(
             f"select is {select!r}; expected a part of a test's name. pytest said: {said.getvalue()[-300:]}"

@@ -16,7 +16,7 @@ import torch
 from carried_cases import CarriedConfig, dense, grads_of, inputs, promoted, run
 from precision_study import LIMIT, STUDY, measure
 
-from tilewise.carried import carried_decode
+from tilewise.carried import Carry, carried_attention, carried_decode
 from tilewise.carried.triton import settings
 from tilewise.mask import Mask
 from tilewise.testing import assert_within_budget
@@ -24,7 +24,7 @@ from tilewise.testing import assert_within_budget
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 PLANS = ("recompute", "stored", "mixed")
-BF16, F16 = torch.bfloat16, torch.float16
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 MODEL = {"H": 20, "Hk": 4, "d": 128, "device": "cuda"}
 NAMES = [f"{kind}{i}" for kind in ("O", "dQ", "dK", "dV") for i in range(4)]
 # Options, mask and batch of a block; the masks are for 1,000 tokens.
@@ -72,7 +72,7 @@ def changed(values):
 
 
 class Block(NamedTuple):
-    """Layers forward and backward: options, input, and settings other than the table's."""
+    """Layers forward and backward: options, input, and settings other than the table's; Tk and dv as T and d if 0."""
 
     config: CarriedConfig
     dtype: torch.dtype = BF16
@@ -82,11 +82,14 @@ class Block(NamedTuple):
     settings: dict | None = None
     layers: int = 4
     d: int = 128
+    Tk: int = 0
+    dv: int = 0
 
     def draw(self, device="cuda"):
-        sizes = MODEL | {"device": device, "d": self.d}
+        sizes = MODEL | {"device": device, "d": self.d, "Tk": self.Tk, "dv": self.dv}
         groups = inputs(layers=self.layers, T=self.T, B=self.B, dtype=self.dtype, **sizes)
-        return groups, [torch.randn_like(x) for x in groups[0]], extras(self.config, device)
+        G = [torch.randn(*x.shape[:3], self.dv or self.d, dtype=x.dtype, device=device) for x in groups[0]]
+        return groups, G, extras(self.config, device)
 
     def results(self, groups, G, extra):
         with changed(self.settings or {}):
@@ -137,7 +140,8 @@ def check(block):
     low = outputs_and_gradients(dense, config, groups, G, mask, extra)
     exact = outputs_and_gradients(dense, config, promoted(groups), G, mask, wide)
     count = 4 * block.layers
-    for name, *tensors in zip(NAMES[:: 4 // block.layers], got, low, exact, strict=False):
+    names = [f"{kind}{i}" for kind in ("O", "dQ", "dK", "dV") for i in range(block.layers)]
+    for name, *tensors in zip(names, got, low, exact, strict=False):
         assert_within_budget(name, *tensors)
     for a, c in zip(got[count:], exact[count:], strict=True):
         # Sums over all tokens and keys: the error of an entry is that of a random walk over 16-bit operands.
@@ -196,6 +200,30 @@ def narrow(name, plan):
     return Block(config, T=512, B=2, layers=config.layers, d=64)
 
 
+# Options and sizes beside the 3B model's: chunks of queries, fp32, and widths with tiles, or padding, of their own.
+SHAPES = {
+    "chunk": ({}, {"T": 300, "Tk": 1000}),
+    "chunk, window": ({"windows": 300}, {"T": 300, "Tk": 1000}),
+    "fp32": ({}, {"T": 300, "dtype": F32}),
+    "fp32, window": ({"windows": 100}, {"T": 300, "dtype": F32}),
+    "width 16": ({}, {"T": 300, "d": 16}),
+    "width 32": ({}, {"T": 300, "d": 32}),
+    "width 80": ({}, {"T": 300, "d": 80}),
+    "width 256": ({}, {"T": 300, "d": 256}),
+    "values of 64": ({}, {"T": 300, "d": 128, "dv": 64}),
+}
+REPEATED = ("causal", "documents", "gain", "dropout")
+
+
+def shaped(name, plan):
+    options, sizes = SHAPES[name]
+    return Block(CarriedConfig(impl="triton", plan=plan, **options), **sizes)
+
+
+def eight_layers(impl="triton"):
+    return Block(CarriedConfig(layers=8, impl=impl), T=300, layers=8)
+
+
 def layers_without_a_carry(tokens):
     return Block(CarriedConfig(layers=1, impl="triton"), T=tokens, layers=1)
 
@@ -221,7 +249,9 @@ LAUNCHED = {
     "test_within_a_multiple_of_plain_attention": lambda std, offset, plan: causal(plan),
     "test_within_budget": case,
     "test_4096_tokens_within_budget": long,
-    "test_bitwise_repeatable": causal,
+    "test_other_shapes_within_budget": shaped,
+    "test_eight_layers_are_stored": eight_layers,
+    "test_bitwise_repeatable": lambda name, plan: case(name, BF16, plan),
     "test_packed_elements_beyond_32_bits": very_long,
 }
 """Test ↦ what it launches, from its parameters."""
@@ -303,13 +333,30 @@ def test_compiled_blocks():
 
 
 @pytest.mark.parametrize("plan", PLANS)
-def test_bitwise_repeatable(plan):
-    block = causal(plan)
+@pytest.mark.parametrize("name", SHAPES)
+def test_other_shapes_within_budget(name, plan):
+    check(shaped(name, plan))
+
+
+def test_eight_layers_are_stored():
+    """More than a kernel sums, with nothing named: on the kernels all the same."""
+    block = eight_layers("auto")
+    (q, k, v), _, _ = block.draw()
+    _, carry = carried_attention(q[0], k[0], v[0], Carry(block.config))
+    assert carry.decision[:2] == ("stored", "triton")
+    check(block)
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("name", REPEATED)
+def test_bitwise_repeatable(name, plan):
+    block = case(name, BF16, plan)
     drawn = block.draw()
     first, *others = (block.results(*drawn) for _ in range(4))
+    assert len(first) == 16 + 3 * (name == "gain")
     for other in others:
-        for name, a, b in zip(NAMES, first, other, strict=True):
-            assert torch.equal(a, b), name
+        for n, (a, b) in enumerate(zip(first, other, strict=True)):
+            assert torch.equal(a, b), (NAMES + ["gain"] * 3)[n]
 
 
 @pytest.mark.parametrize("plan", ["stored", "mixed"])
