@@ -11,7 +11,7 @@ from planned import Allocations, counted, passes
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 from relative_cases import timed_call
 
-from tilewise import Unsupported, triton
+from tilewise import Mask, Unsupported, triton
 from tilewise.triton import config
 from tilewise.triton.launch import launcher
 
@@ -40,6 +40,28 @@ def test_peak_memory_at_8192(case, forward, backward):
     found = planned(case, 8192)
     assert found["forward"][0] <= forward
     assert found["backward"][0] <= backward
+
+
+MASKED = {
+    "causal": lambda B, N: Mask.causal(),
+    "window": lambda B, N: Mask.window(1024, 0),
+    "lengths": lambda B, N: Mask.lengths([N - 100 * b for b in range(B)]),
+    "packed": lambda B, N: Mask.packed([0, N // 3, N], N),
+    "padding": lambda B, N: Mask.padding(torch.arange(N) >= torch.arange(B)[:, None] + 3),
+}
+
+
+@pytest.mark.parametrize("skew", ["auto", "memory"])
+@pytest.mark.parametrize("case", ["t5", "shaw", "deberta", "txl"])
+def test_masks_take_no_memory_of_the_squared_length(case, skew):
+    N = 8192
+    plain = {B: planned(case, N, skew, tokens=B * N) for B in (1, 2)}
+    for name, make in MASKED.items():
+        B = 1 if name == "packed" else 2
+        found = planned(case, N, skew, tokens=B * N, mask=make(B, N).to(torch.device("meta")))
+        for pass_, (peak, _) in found.items():
+            # Bits of all pairs are 8 MiB. Every block has four integers, every query of a packed row two.
+            assert peak <= plain[B][pass_][0] + 0.2, (name, pass_)
 
 
 def test_short_sequences_prepare_nothing_for_saturated_tiles():
