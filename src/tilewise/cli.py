@@ -71,8 +71,8 @@ def _app():
     from .bench.cli import app as bench
 
     app = typer.Typer(
-        help="Exact fused attention with relative positions.", no_args_is_help=True, add_completion=False,
-        invoke_without_command=True,
+        help="Exact fused attention with relative positions, attention over depth, attention with carried logits.",
+        no_args_is_help=True, add_completion=False, invoke_without_command=True,
     )  # fmt: skip
     app.add_typer(bench, name="bench")
 
