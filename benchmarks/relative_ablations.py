@@ -161,8 +161,7 @@ def main():
     lengths = [int(n) for n in arguments.lengths.split(",")]
     precompile(jobs(lengths), arguments.compile_seconds)
     records = measure(lengths, until)
-    gpu = torch.cuda.get_device_properties(0).name
-    Path(arguments.out).write_text(json.dumps({"gpu": gpu, "torch": torch.__version__, "records": records}, indent=1))
+    Path(arguments.out).write_text(json.dumps({**rounds.environment(), "records": records}, indent=1))
     for record in (missing := [r for r in records if "error" in r]):
         print(
             f"without a result: {record['ablation']} {record['case']} {record['n']}: {record['error'][:100]}",

@@ -61,6 +61,9 @@ def perform(job) -> None:
                 run()
     elif kind == "scaling":
         runs = passes_of(*timed_call(*rest, "meta", tokens=rest[1]))
+    elif kind == "traffic":
+        case, N, d = rest
+        runs = passes_of(*timed_call(case, N, "meta", d=d))
     elif kind == "memcheck":
         from relative_memcheck import run_one
 

@@ -1,6 +1,6 @@
 """All evidence for the relative-position kernels on one GPU, most important first, each in a process of its own.
 
-    python benchmarks/relative_all.py OUT [--seconds 650] [--only check,time]
+    python benchmarks/relative_all.py OUT [--seconds 740] [--only check,time]
 
 OUT gets a JSON file and a log from each step; a step that fails or runs into its limit costs only itself. What is left
 of the total time is shared out in proportion to the steps' limits. A short table comes last.
@@ -28,8 +28,9 @@ STEPS = {
                        "--out {json}"),
     "traffic": (80, "relative_traffic.py --compile-seconds {compile} --seconds {run} --out {json}"),
     "scaling": (60, "relative_scaling.py --compile-seconds {compile} --seconds {run} --out {json}"),
+    "first_call": (60, "relative_first_call.py --seconds {run} --out {json}"),
 }  # fmt: skip
-"""Step ↦ (seconds that it may take of 650, command)."""
+"""Step ↦ (seconds that it may take of 740, command)."""
 
 TAIL = 6
 
@@ -49,7 +50,7 @@ def run(name: str, out: Path, limit: float, words: list[str] | None = None) -> d
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--seconds", type=float, default=650)
+    parser.add_argument("--seconds", type=float, default=740)
     parser.add_argument("--only", default=",".join(STEPS))
     arguments = parser.parse_args()
     names = arguments.only.split(",")

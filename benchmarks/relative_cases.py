@@ -68,10 +68,13 @@ CHECKS = [
     ("t5", "none", HALF, sizes(700, 1500), 0.0),
     ("t5", "lengths", HALF, sizes(1030, d=128), 0.0),
     *(("none", "none", HALF, sizes(1100, d=d), 0.0) for d in (64, 128)),
-    # From 2,048 keys on, without a mask, scalar terms take 128 queries a tile in the backward.
+    # Many tiles beyond the band, on both sides of it: sums of dS by products, a gate's gradient among them.
     ("t5", "none", HALF, sizes(2304), 0.0),
     ("t5", "none", BRAIN, sizes(2100, 2304, Hk=2), 0.1),
     ("wavlm", "none", HALF, sizes(2304, 2048), 0.0),
+    # Wider than 128: the portable kernels with their smallest tiles.
+    ("wav2vec2_bert", "none", HALF, sizes(d=192), 0.0),
+    *((case, "none", HALF, sizes(d=256), 0.0) for case in ("t5", "deberta", "txl", "shaw", "vits")),
 ]  # fmt: skip
 
 

@@ -135,10 +135,11 @@ def main() -> None:
         shard, shards = map(int, arguments.shard.split("/"))
         sys.exit(run_calls(share(shard, shards), until))
     from relative_ahead import precompile
+    from rounds import environment
 
     missing = precompile([("memcheck", *call) for call in CALLS], arguments.compile_seconds)
     found = watch(arguments.tools.split(","), arguments.shards, until, arguments.out)
-    arguments.out.write_text(json.dumps(found, indent=1))
+    arguments.out.write_text(json.dumps({**environment(), "processes": found}, indent=1))
     for each in found:
         print(f"{each['tool']} {each['shard']}: status {each['status']}, findings {each['findings']}, "
               f"{each['calls']} calls", flush=True)  # fmt: skip

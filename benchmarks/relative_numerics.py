@@ -182,8 +182,9 @@ def main():
         for line in {r["error_text"] for r in rows if r["system"] == system and "error_text" in r}:
             print(f"  {line}", flush=True)
     print("\n".join(table(rows)), flush=True)
-    gpu = torch.cuda.get_device_properties(0).name if arguments.device == "cuda" else "cpu"
-    Path(arguments.out).write_text(json.dumps({"gpu": gpu, "torch": torch.__version__, "rows": rows}))
+    from rounds import environment
+
+    Path(arguments.out).write_text(json.dumps({**environment(arguments.device), "rows": rows}))
     if not rows or any(r["system"] == "tilewise" and not (r.get("budget") and r.get("published")) for r in rows):
         sys.exit(1)
 

@@ -1,6 +1,8 @@
 """The kernels of one call in launch order, with the bytes that each moves in device memory and the fewest possible.
 
-    python benchmarks/relative_traffic.py --out traffic.json [--calls shaw:8192:forward,…] [--seconds 120]
+    python benchmarks/relative_traffic.py --out traffic.json [--calls shaw:8192:forward,t5:8192:forward:128,…]
+
+A call is case:length:pass, or case:length:pass:width where the width is not 64.
 
 All calls run under Nsight Compute (`ncu`) with its hardware counters, in one process that ends in time; clocks stay as
 they are, and kernels are compiled beforehand. The fewest bytes are counted from what the host hands to each kernel:
@@ -23,13 +25,19 @@ import torch
 from relative_cases import passes_of, timed_call
 
 READ, WRITTEN, TIME = "dram__bytes_read.sum", "dram__bytes_write.sum", "gpu__time_duration.sum"
-CALLS = tuple(f"{case}:{N}:{p}" for N in (8192, 512) for case in ("t5", "shaw", "deberta", "txl")
-              for p in ("forward", "backward"))  # fmt: skip
+CALLS = (*(f"{case}:{N}:{p}" for N in (8192, 512) for case in ("t5", "shaw", "deberta", "txl")
+           for p in ("forward", "backward")), "t5:8192:forward:128")  # fmt: skip
 
 
 HOPPER = ("attend_band", "attend_overlapped", "key_pass", "query_pass", "collect_tiles", "sum_rows", "spread")
 MARK = "spin_kernel"
 """The kernel of torch.cuda._sleep, which stands between two calls."""
+
+
+def parts_of(call: str) -> tuple[str, int, str, int]:
+    """(case, length, pass, width) of a call's name."""
+    case, N, pass_, *width = call.split(":")
+    return case, int(N), pass_, int(width[0]) if width else 64
 
 
 def parse(text: str) -> list[dict]:
@@ -223,8 +231,8 @@ def child(calls: list[str], seconds: float):
     for call in calls:
         if time.time() > until:
             break
-        case, N, pass_ = call.split(":")
-        runs = dict(zip(("forward", "backward"), passes_of(*timed_call(case, int(N), "cuda")), strict=True))
+        case, N, pass_, d = parts_of(call)
+        runs = dict(zip(("forward", "backward"), passes_of(*timed_call(case, N, "cuda", d=d)), strict=True))
         runs["forward"]()
         runs[pass_]()
         torch.cuda.synchronize()
@@ -266,6 +274,7 @@ def profiled(calls: list[str], seconds: float) -> str:
 
 def main():
     from relative_ahead import precompile
+    from rounds import environment
 
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", default="relative_traffic.json")
@@ -282,8 +291,8 @@ def main():
         if arguments.csv:
             text = Path(arguments.csv).read_text()
         else:
-            times = dict.fromkeys(tuple(call.split(":")[:2]) for call in calls)
-            precompile([("time", case, int(N)) for case, N in times], arguments.compile_seconds)
+            jobs = dict.fromkeys(("traffic", case, N, d) for case, N, _, d in map(parts_of, calls))
+            precompile(list(jobs), arguments.compile_seconds)
             text = profiled(calls, max(5.0, end - time.time()))
         measured = by_call(parse(text))
     except (ValueError, subprocess.TimeoutExpired, FileNotFoundError) as error:
@@ -291,9 +300,9 @@ def main():
         sys.exit(1)
     results = []
     for name, kernels in zip(calls, measured, strict=False):
-        case, N, pass_ = name.split(":")
+        case, N, pass_, d = parts_of(name)
         try:
-            rows = joined(kernels, planned(*timed_call(case, int(N), "meta"), pass_))
+            rows = joined(kernels, planned(*timed_call(case, N, "meta", d=d), pass_))
         except ValueError as error:
             wrong.append(name)
             print(f"{name}: {error}", flush=True)
@@ -301,7 +310,7 @@ def main():
             rows = kernels
         print("\n".join(table(name, rows)), flush=True)
         results.append({"call": name, "kernels": rows})
-    Path(arguments.out).write_text(json.dumps(results, indent=1))
+    Path(arguments.out).write_text(json.dumps({**environment(), "calls": results}, indent=1))
     if missing := calls[len(results) :] + wrong:
         print("without a result or a plan:", ", ".join(missing), flush=True)
         sys.exit(1)

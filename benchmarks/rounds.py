@@ -20,6 +20,7 @@ from processes import isolated
 from relative_ahead import precompile
 from relative_cases import HALF
 
+from tilewise.bench import records
 from tilewise.bench.timing import Plan, backward_of, captured, interleaved, peak_mib
 
 DEVICE = "cuda"
@@ -38,6 +39,15 @@ def parser_of(doc: str, out: str, seconds: float, compile_seconds: float) -> arg
     parser.add_argument("--compile-seconds", type=float, default=compile_seconds)
     parser.add_argument("--only-compile", action="store_true", help="compile everything for sm_90 and stop (no GPU)")
     return parser
+
+
+def environment(device: str = DEVICE) -> dict:
+    """What every record says of where, with what and from which commit it was measured."""
+    found = records.environment("", "", "cpu", ("triton",), {})
+    gpu = torch.cuda.get_device_properties(0).name if device == "cuda" else "no GPU"
+    versions = {name: found[name] for name in ("python", "tilewise", "commit")}
+    return dict(gpu=gpu, torch=torch.__version__, triton=found["versions"]["triton"], cuda=torch.version.cuda,
+                time=found["date"], **versions)  # fmt: skip
 
 
 def whole_numbers(text: str) -> list[int]:
@@ -67,15 +77,12 @@ class Record:
     """
 
     def __init__(self, arguments: argparse.Namespace, **parts) -> None:
-        import triton
-
         self.out, self.seconds, self.start = Path(arguments.out), arguments.seconds, time.time()
         self.failed, self.checked = 0, 0
-        self.result = dict(torch=torch.__version__, triton=triton.__version__, cuda=torch.version.cuda,
-                           time=time.strftime("%Y-%m-%d"), checks=[], **parts)  # fmt: skip
+        self.result = dict(checks=[], **parts)
 
     def __enter__(self) -> Record:
-        self.result["gpu"] = torch.cuda.get_device_properties(0).name
+        self.result = environment() | self.result
         return self
 
     def __exit__(self, *error) -> None:

@@ -17,10 +17,14 @@ import processes
 import relative_ablations as ablations
 import relative_ahead
 import relative_all
+import relative_first_call
 import relative_linear
 import relative_linear_checks
 import relative_memcheck
-from relative_cases import passes_of, timed_call
+import relative_scaling
+import rounds
+from relative_cases import CHECKS, passes_of, timed_call
+from relative_checks import dense
 from relative_memcheck import JOBS
 from relative_tiles import VARIANTS, replaced, variants
 
@@ -206,6 +210,7 @@ def test_memory_checks_can_be_compiled_beforehand(noted):
         ("linear", "check", *relative_linear_checks.checks(("banded",))[0]),
         ("specialised", "time", "t5", 64, 2048, True, "2x128"),
         ("wide", "time", "keys", "t5", (64, 128, 8, 2, 2), 2048), ("wide", "check", 2),
+        ("traffic", "t5", 2048, 128), *(("check", n) for n, job in enumerate(CHECKS) if job[3].d in (192, 256)),
     ],
 )  # fmt: skip
 def test_every_job_can_be_compiled_ahead(noted, job):
@@ -281,3 +286,36 @@ def test_jobs_without_time_are_named():
         ("hang", "not run: out of time"),
         ("one", "not run: out of time"),
     ]
+
+
+@pytest.mark.parametrize("case", ["none", "t5", "deberta", "txl"])
+def test_single_rows_are_those_of_the_whole(case):
+    call, do = timed_call(case, 40, "cpu", dtype=torch.float64, tokens=40, H=2, d=16)
+    o, _, _ = dense(call, do, torch.zeros(1, 2, 40, dtype=torch.float64), torch.float64)
+    for h, i in ((0, 0), (1, 21), (1, 39)):
+        assert torch.allclose(relative_scaling.row_of(call, h, i, torch.float64), o[:1, h : h + 1, i : i + 1])
+    call, _ = timed_call(case, 40, "cpu", dtype=torch.float16, tokens=40, H=2, d=16)
+    o, _, _ = dense(call, do.half(), torch.zeros(1, 2, 40), torch.float16)
+    assert relative_scaling.checked(call, o)["ok"]
+    o[0, 1, 21] += 0.1
+    assert not relative_scaling.checked(call, o)["ok"]
+
+
+def test_a_first_call_is_timed_in_processes_that_share_a_cache(monkeypatch, tmp_path):
+    taken = relative_first_call.first_call("txl", 16, "cpu", impl="blocked")
+    assert tuple(taken) == relative_first_call.PARTS
+    assert min(taken.values()) >= 0.0
+    child = ("import json, os, pathlib; p = pathlib.Path(os.environ['TRITON_CACHE_DIR']); n = len(list(p.iterdir())); "
+             "(p / f'{n}.cubin').touch(); print('noise'); print(json.dumps({'forward': n}))")  # fmt: skip
+    found = relative_first_call.measured("t5", [sys.executable, "-c", child], time.time() + 60)
+    assert [(r["cache"], r["seconds"]["forward"], r["kernels"]) for r in found] == [("empty", 0, 1), ("filled", 1, 2)]
+    failed = relative_first_call.measured("t5", [sys.executable, "-c", "raise ValueError('lost')"], time.time() + 60)
+    assert ["lost" in record["error_text"] for record in failed] == [True, True]
+    late = relative_first_call.measured("t5", [sys.executable, "-c", "pass"], time.time() - 1)
+    assert [record["error_text"] for record in late] == ["no time left"] * 2
+
+
+def test_records_say_from_which_commit_they_are():
+    found = rounds.environment("cpu")
+    assert set(found) == {"gpu", "torch", "triton", "cuda", "python", "tilewise", "commit", "time"}
+    assert (found["gpu"], found["torch"]) == ("no GPU", torch.__version__)

@@ -36,7 +36,7 @@ SCRIPTS = {
     "kernels": (relative_kernels, ["check", "time", "extra", "profile", "tune", "--lengths", "512,8192"]),
 }
 TIMINGS = {"biases": 4 * 7, "scalars": 3 * 4, "specialised": 68, "kernels": 2 * 2 * 6 + 2 * 14}
-CHECKS = {"biases": 13, "scalars": 21, "specialised": 69, "wide": 8, "kernels": 79}
+CHECKS = {"biases": 13, "scalars": 22, "specialised": 69, "wide": 8, "kernels": 85}
 
 
 class Machine:
@@ -158,7 +158,7 @@ def test_a_script_runs_to_its_end(name, machine, result_of):
     assert (status, record["gpu"]) == (0, "no GPU")
     assert " failed" not in said
     assert "not timed" not in said
-    assert {"torch", "triton", "cuda", "time", "checks"} <= set(record)
+    assert {"torch", "triton", "cuda", "time", "commit", "checks"} <= set(record)
     assert all(check["ok"] and check["budgets"] for check in record["checks"])
     assert len(record["checks"]) == CHECKS.get(name, len(record["checks"]))
     timings = record.get("timings", [])
@@ -287,7 +287,7 @@ def test_the_record_is_written_when_the_script_breaks(machine, monkeypatch, tmp_
     monkeypatch.setattr(sys, "argv", ["relative_scalars.py", "--seconds", "1e5", "--out", str(tmp_path / "all.json")])
     with pytest.raises(IndexError):
         relative_scalars.main()
-    assert len(json.loads((tmp_path / "all.json").read_text())["checks"]) == 21
+    assert len(json.loads((tmp_path / "all.json").read_text())["checks"]) == 22
 
 
 @pytest.mark.parametrize("kind", ["scalars", "biases"])

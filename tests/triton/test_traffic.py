@@ -69,8 +69,8 @@ def test_measured_kernels_meet_their_plan():
 @pytest.mark.parametrize("skew", ["auto", "memory"])
 @pytest.mark.parametrize("call", traffic.CALLS)
 def test_every_kernel_has_its_count(call, skew):
-    case, N, pass_ = call.split(":")
-    for row in traffic.planned(*timed_call(case, int(N), "meta", skew=skew), pass_):
+    case, N, pass_, d = traffic.parts_of(call)
+    for row in traffic.planned(*timed_call(case, N, "meta", d=d, skew=skew), pass_):
         assert row["fewest_read"] + row["fewest_written"] > 0 or row["kernel"] == "reduce", row
 
 
