@@ -7,9 +7,9 @@
 and values are projected, in groups of four layers, from the hidden state that enters the group (SwiftKV's
 SingleInputKV). `full`: full attention and nothing else. Then the carry: none, the sum in blocks of 2, 4 and 8 layers,
 or the running mean in blocks of 4. No variant adds a parameter to its baseline; for a seed all see the same batches.
-The recipe and the data are those of depth_train.py. results/h200/carried_train.json has the tokens above: 256 steps of 16
-sequences of 512, where depth_train.json has 32 of 256, so that the batches are others; without `--tokens` a run is half
-as long again.
+The recipe and the data are those of depth_train.py. results/h200/carried_train.json has the tokens above: 256 steps of
+16 sequences of 512, where depth_train.json has 32 of 256, so that the batches are others; without `--tokens` a run is
+half as long again.
 
 With `--processes` the variants are trained side by side, a process each, seed after seed: their speeds do not compare,
 and a run that is cut short has all variants of fewer seeds. Each writes OUT/<variant>.json after every run, and nothing
