@@ -9,6 +9,7 @@ import sys
 import torch
 from carried_cases import CarriedConfig, grads_of, inputs, run
 
+from tilewise.carried import Carry, carried_attention
 from tilewise.carried.llama import CarriedLlama, LlamaOptions
 from tilewise.carried.triton import launch
 
@@ -41,8 +42,19 @@ def check(plan):
 
 
 def check_that_the_kernels_conditions_can_be_traced():
-    """Up to the last one, as on a GPU; the device is what keeps them from this one."""
+    """Up to the last one, as on a GPU; the device is what keeps them from this one. Eight layers are stored."""
     launch.INTERPRETED = True
+    # What is decided is asked here, and no kernel can run.
+    launch.forward = lambda q, k, v, *_: (torch.zeros_like(q[-1]), q[-1].new_zeros(q[-1].shape[:3]).float())
+    config = CarriedConfig(impl="triton", layers=8)
+
+    @torch.compile(fullgraph=True, backend="eager")
+    def stored(q, k, v):
+        _, carry = carried_attention(q, k, v, Carry(config))
+        return q.new_ones(()) if carry.decision[:2] == ("stored", "triton") else q.new_zeros(())
+
+    q, k, v = (x[0].detach() for x in inputs(layers=1, dtype=torch.float16))
+    assert stored(q, k, v) == 1
     config = CarriedConfig(impl="triton", plan="stored")
 
     @torch.compile(fullgraph=True, backend="eager")
