@@ -31,7 +31,7 @@ def test_one_pass(d):
 
 @pytest.mark.parametrize("d", D)
 def test_phase1(d):
-    v, w, g, *_ = interpreted.make(2, 3, 2, d, torch.float16)
+    v, w, g, *_ = interpreted.make(2, 2, 1, d, torch.float16)
     interpreted.check(lambda f, x, kw: f.phase1(x[2:], x[0], x[1], **kw), [w.half(), g.half(), *v])
 
 
@@ -43,8 +43,8 @@ def test_phase2(d):
     interpreted.check(lambda f, x, kw: f.phase2_first(*x, **kw), [o1[0], o.half()])
 
 
-@pytest.mark.parametrize("d", D)
-def test_scores_ahead_and_the_serving_contract(d):
+def test_scores_ahead_and_the_serving_contract():
+    d = max(D)
     v, w, g, o, u, p = interpreted.make(2, 3, 2, d, torch.float16)
     b, own = depth.complete(u, p, w, g, impl="triton")
     assert torch.equal(b, u + p)
