@@ -8,13 +8,14 @@ import torch
 
 from tilewise.call import Call
 
-__all__ = ["apart"]
+__all__ = ["apart", "placed"]
 
 REACH = 3 * 2**30
 """Elements from the first row (or head) of a table to its last: more than an int32 holds, each step less."""
 
 
-def _placed(table: torch.Tensor, axis: int) -> torch.Tensor:
+def placed(table: torch.Tensor, axis: int) -> torch.Tensor:
+    """A copy of the table with its entries along an axis REACH apart."""
     steps = list(table.contiguous().stride())
     if table.shape[axis] > 1:
         steps[axis] = REACH // (table.shape[axis] - 1) // 16 * 16
@@ -35,4 +36,4 @@ def apart(call: Call, axis: int) -> Call:
     counts = [port.table.shape[axis] for port in call.ports]
     if max(counts) < 3 or 2 in counts:
         raise ValueError(f"tables have {counts} entries along {axis}; expected one of 3 or more, none of 2")
-    return replace(call, ports=tuple(replace(p, table=_placed(p.table, axis)) for p in call.ports))
+    return replace(call, ports=tuple(replace(p, table=placed(p.table, axis)) for p in call.ports))

@@ -22,7 +22,7 @@ SHARDS = (
     ("t5-tall", "t5-lengths-tall", "t5-window-tall", "wavlm-tall"),
     ("txl-heads-dropout", "txl-fp32", "tf32-txl", "txl-bf16-short", "txl-pointers", "unneeded-txl"),
     ("distant-rows wav2vec2_bert", "distant-rows txl", "distant-rows t5", "distant-rows deberta", "distant-rows shaw",
-     "distant-rows inkling", "distant-heads t5", "distant-heads deberta", "distant-heads explicit"),
+     "distant-rows inkling", "distant-heads t5", "distant-heads deberta"),
 )  # fmt: skip
 
 
