@@ -236,7 +236,7 @@ OTHERS |= {
     "beyond-half": beyond_half,
     "distant-rows wav2vec2_bert": lambda: distant("wav2vec2_bert", sizes(140)),
     "distant-rows txl": lambda: distant("txl", sizes(20)),
-    "distant-rows t5": lambda: distant("t5", sizes(140)),
+    "distant-rows t5": lambda: distant("t5", sizes(140, H=2)),
     "distant-rows deberta": lambda: distant("deberta", sizes(20)),
     "distant-rows shaw": lambda: distant("shaw", sizes(140)),
     "distant-rows inkling": lambda: distant("inkling", sizes(40)),
