@@ -3,6 +3,7 @@
 import depth_naive as naive
 import pytest
 import torch
+from device_cases import captured, reads
 
 from tilewise.depth import InferenceState, Schedule
 from tilewise.depth.triton import config, launch
@@ -44,14 +45,6 @@ def low(schedule, module, x, updates, norms):
     return [(naive.rms(h.float()) * w.float()).to(x.dtype) for h, w in zip([*inputs, out], norms, strict=True)]
 
 
-def reads(stream, updates, norms):
-    found = []
-    for l, u in enumerate(updates):
-        found.append(stream.read(l, norms[l]).clone())
-        stream.write(l, u)
-    return [*found, stream.output(norms[-1])]
-
-
 @pytest.mark.parametrize("overlap", [0, 4096])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -83,17 +76,11 @@ def test_a_decode_step_in_a_cuda_graph():
             stream.write(l, torch.sin(stream.read(l, norms[l])))
         return stream.output(norms[24])
 
-    warm = torch.cuda.Stream()
-    with torch.cuda.stream(warm):
-        step()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
+    replay, found = captured(step)
     for _ in range(3):
         x.copy_(torch.randn_like(x))
-        graph.replay()
-        torch.testing.assert_close(captured, step(), rtol=0, atol=0)
+        replay()
+        torch.testing.assert_close(found, step(), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(("tokens", "n", "queries"), [(128, 1, 112), (128, 3, 16), (1000, 1, 129), (1, 1, 1)])
@@ -132,11 +119,8 @@ def test_dependents_compute_the_same(tokens, monkeypatch):
     same = torch.ones((), device="cuda", dtype=torch.bool)
     for _ in range(50):
         same &= (step() == apart).all()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
+    replay, found = captured(step)
     for _ in range(50):
-        graph.replay()
-        same &= (captured == apart).all()
+        replay()
+        same &= (found == apart).all()
     assert same
