@@ -38,7 +38,7 @@ from tilewise.bench.timing import Plan, captured, compare
 START = time.time()
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
-SELECT = "full_gpu or (streams_gpu and (dtype0 or graph or gradients or parts or dependents))"
+SELECT = "full_gpu or (streams_gpu and (dtype0 or graph or gradients))"
 PARTS = ("kernels", "full", "prefill", "decode", "training", "eager")
 
 # Tiles that take the place of the table's: function of tilewise.depth.triton.config ↦ what changes.
@@ -47,7 +47,7 @@ VARIANTS: dict[str, dict[str, dict[str, object]]] = {
         "first rows first": {"merge_order": {"DOWN": False}},
         "last rows first, streaming": {"merge_order": {"STREAM": True}},
     },
-    "decode": {k: {k: v} for k, v in {"last_adds": False, "narrow_queries": False, "chained": True}.items()},
+    "decode": {"narrow_queries": {"narrow_queries": False}},
     "training": {"merge backward, one program an SM": {"merge_bwd": {"programs": 132}}},
 }
 MANY = {

@@ -33,13 +33,9 @@ def compile_only(kernel, grid):
         compiled = kernel.warmup(*args, grid=grid, **meta)
         name = kernel.fn.__name__
         keys = ("num_warps", "BT", "BS", "BN", "BK", "BD", "STAGES", "N", "TABLE", "PREFIX", "LOW", "ADD", "SPLIT")
-        keys += ("PARTS", "AFTER", "CHAIN")
         row = {"kernel": name, **{k: meta[k] for k in keys if k in meta}, "shared": compiled.metadata.shared}
         row |= resources(compiled.asm["cubin"])
         row["wgmma"] = "wgmma" in compiled.asm["ptx"]
-        before, waits, _ = compiled.asm["ptx"].partition("griddepcontrol.wait")
-        row["waits"], row["stores_before"] = bool(waits), before.count("st.global") if waits else 0
-        row["lets_start"] = "griddepcontrol.launch_dependents" in compiled.asm["ptx"]
         row["wide_loads"] = ".v4.b32" in compiled.asm["ptx"] or "cp.async" in compiled.asm["ptx"]
         RESULTS.append(row)
         print(json.dumps(row), flush=True)
@@ -72,16 +68,9 @@ def launch_all(dtype: torch.dtype, d: int, T: int, n: int, S: int) -> None:
     launch.phase2_bwd(u, p, p, u, empty(T, dtype=f32), q, w, 1e-6, 1e-6)
     qs, do = empty(S, d, dtype=f32), x(S, T, d)
     s, r = launch.scores(v, qs, 1e-6)
-    narrow, tickets = launch.merge_queries(q, dtype), empty(8192, dtype=torch.int32)
+    narrow = launch.merge_queries(q, dtype)
     launch.phase2_fwd(u, p, u, empty(T, dtype=f32), narrow, w, 1e-6, 1e-6)
     launch.phase2_from_scores(u, p, v[:4], empty(4, T, dtype=f32), narrow, w, 1e-6, 1e-6)
-    launch.scores(v, qs, 1e-6, tickets=tickets)
-    config.chained = lambda T: True
-    launch.scores(v, qs, 1e-6, tickets=tickets)
-    launch.combine(v, s, after=True)
-    launch.phase2_fwd(u, p, u, empty(T, dtype=f32), narrow, w, 1e-6, 1e-6, after=True)
-    launch.phase2_from_scores(u, p, v[:4], empty(4, T, dtype=f32), narrow, w, 1e-6, 1e-6, after=True)
-    config.chained = lambda T: False
     launch.complete(u, p, qs, 1e-6)
     tiles = config.score_tiles
     config.score_tiles = lambda *shape: {**tiles(*shape), "GRAM": 2}

@@ -5,7 +5,7 @@ import torch
 
 from quick_interpreter import quicken
 from tilewise.depth import InferenceState, Schedule, eager
-from tilewise.depth.triton import config, launch, launch_phase1, merge, mergefew, phase1
+from tilewise.depth.triton import config, launch, launch_phase1, phase1
 from tilewise.nn import AttnRes
 
 quicken()
@@ -42,29 +42,14 @@ def started(monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-def test_the_last_program_of_a_tile_adds_the_parts(started, dtype):
-    """Two tiles of tokens, three sources, two groups of queries; a second call finds its tickets at zero."""
+def test_a_kernel_of_its_own_adds_the_parts_of_scores(started, dtype):
+    """Two tiles of tokens, three sources, two groups of queries."""
     T, n, S, d = 21, 3, 40, 72
     v, q = [torch.randn(T, d).to(dtype) for _ in range(n)], torch.randn(S, d) / d**0.5
-    tickets = launch.tickets(torch.device("cpu"))
-    assert not tickets.any()
-    first, again = (launch.scores(v, q, 1e-6, tickets=tickets) for _ in range(2))
-    assert [(kernel, meta["PARTS"]) for kernel, meta in started] == [(phase1.scores_kernel, 8)] * 2
-    assert not tickets.any()
-    apart, exact = launch.scores(v, q, 1e-6), eager.scores([x.double() for x in v], q.double(), 1e-6)
-    assert [kernel for kernel, _ in started[2:]] == [phase1.scores_kernel, phase1.finish_kernel]
-    for a, b, c, e in zip(first, again, apart, exact, strict=True):
-        assert torch.equal(a, b)
-        torch.testing.assert_close(a, c, rtol=1e-6, atol=1e-6)
+    found, exact = launch.scores(v, q, 1e-6), eager.scores([x.double() for x in v], q.double(), 1e-6)
+    assert [kernel for kernel, _ in started] == [phase1.scores_kernel, phase1.finish_kernel]
+    for a, e in zip(found, exact, strict=True):
         torch.testing.assert_close(a.double(), e, rtol=1e-5, atol=2e-5)
-
-
-def test_too_many_tiles_for_the_tickets_or_many_tokens_take_a_kernel_of_their_own(started, monkeypatch):
-    v, q = [torch.randn(21, 72).half()], torch.randn(40, 72)
-    launch.scores(v, q, 1e-6, tickets=torch.zeros(3, dtype=torch.int32))
-    monkeypatch.setattr(config, "last_adds", lambda T: False)
-    launch.scores(v, q, 1e-6, tickets=launch.tickets(torch.device("cpu")))
-    assert [kernel for kernel, _ in started] == [phase1.scores_kernel, phase1.finish_kernel] * 2
 
 
 def test_merges_of_bf16_sources_take_queries_of_16_bits():
@@ -87,30 +72,6 @@ def test_a_merge_with_a_query_of_16_bits_is_that_of_the_same_numbers(sources):
     else:
         got, want = (launch.phase2_fwd(u, p, o1, lse, x, w, 1e-6, 1e-6) for x in (q, q.float()))
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
-
-
-@pytest.mark.parametrize("direct", [config.DIRECT, 0])
-def test_dependents_are_what_follows_scores_and_weighted_sums(started, direct, monkeypatch):
-    """The interpreter has no such launches: what a dependent computes, and which kernels are dependents."""
-    for module in (merge, mergefew, phase1):
-        monkeypatch.setattr(module, "gdc_wait", lambda: None)
-    monkeypatch.setattr(phase1, "gdc_launch_dependents", lambda: None)
-    monkeypatch.setattr(config, "DIRECT", direct)
-    monkeypatch.setattr(config, "chained", lambda T: True)
-    after = []
-    monkeypatch.setattr(config, "dependent", lambda x: after.append(x) or {})
-    launch._merge_plan.cache_clear()
-    schedule = Schedule.block(8, 2, one_pass_sources=0)
-    norms = torch.randn(8, D).unbind(0)
-    states = [InferenceState(schedule, m.reads(), max_tokens=3, overlap_tokens=0) for m in pair(schedule)]
-    x = torch.randn(3, D)
-    torch.testing.assert_close(*[run(state(x), 8, norms) for state in states], rtol=1e-5, atol=1e-5)
-    launch._merge_plan.cache_clear()
-    assert any(after)
-    assert not all(after)
-    combined = [meta for kernel, meta in started if kernel is phase1.combine_kernel]
-    assert [meta["AFTER"] for meta in combined] == [True] * len(combined)
-    assert bool(combined) == (direct == 0)
 
 
 @pytest.mark.parametrize("direct", [config.DIRECT, 0])

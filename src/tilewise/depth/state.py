@@ -92,7 +92,6 @@ class InferenceState:
         self.folded, self.q = folded, folded.unbind(0)
         self.run.prepare(folded, dtype)
         self.merge_q = self.run.merge_queries(folded, dtype).unbind(0)
-        self.tickets = self.run.tickets(self.bank.device)
         # The same tensors every step: the kernels remember what they derive from a query.
         self.later = {start: folded[start:] for start in range(schedule.sublayers + 1)}
         visits = [schedule.visit(l) for l in range(schedule.sublayers)]
@@ -296,29 +295,28 @@ class InferenceStream:
         owner, reads, n = self._owner, self._owner.reads, block.sources
         queries = min(block.end + 1 - l, owner.schedule.max_queries or block.end)
         if owner.run.direct(self._tokens, n, queries if l not in self._rows else 0):
-            after = self._score(n, l)
+            self._score(n, l)
             phase1, merge = (self._slots(n), owner.scores[l, :n, : self._tokens]), owner.run.phase2_from_scores
         elif n == 1:
             # The softmax over one source is 1: o1 is the source, lse its score.
-            after = self._score(n, l)
+            self._score(n, l)
             phase1, merge = (self._slot(0), owner.scores[l, 0, : self._tokens]), owner.run.phase2_fwd
         else:
-            after = l not in self._rows
-            if after:
+            if l not in self._rows:
                 self._phase1(range(l, l + queries), n)
             elif self._pending is not None:
                 torch.cuda.current_stream(owner.bank.device).wait_event(self._pending)
                 self._pending = None
             o1, lse = self._buffers(range(l, l + 1))
             phase1, merge = (o1[0], lse[0]), owner.run.phase2_fwd
-        own, end = (self._update, self._prefix), (owner.merge_q[l], weight, reads.eps, reads.output_eps)
-        self._prefix, y = merge(*own, *phase1, *end, new=new, after=after)
+        own = self._update, self._prefix
+        self._prefix, y = merge(*own, *phase1, owner.merge_q[l], weight, reads.eps, reads.output_eps, new=new)
         return y
 
     def _phase1(self, rows: range, n: int) -> None:
-        scored = self._score(n, rows.start)
+        self._score(n, rows.start)
         self._rows = rows
-        self._combine(n, scored)
+        self._combine(n)
 
     def _ahead(self, l: int) -> None:
         """In small steps, phase 1 of the block that begins with l on a stream of its own, beside sublayer l."""
@@ -334,18 +332,13 @@ class InferenceStream:
             self._phase1(range(l + 1, l + 1 + queries), block.sources)
         self._pending = owner.side.record_event()
 
-    def _score(self, count: int, l: int) -> bool:
-        """The scores of sources below `count` against sublayers from l on; False if they are known already."""
-        first, self._scored = self._scored, max(self._scored, count)
-        if first < count:
-            self._scores([self._slot(number) for number in range(first, count)], first, l)
-        return first < count
-
-    def _scores(self, sources: list[Tensor], first: int, l: int) -> None:
-        """The scores of sources number `first` and on against queries l and later."""
-        owner = self._owner
-        out = owner.scores[l:, first : first + len(sources), : self._tokens]
-        owner.run.scores(sources, owner.later[l], owner.reads.eps, out=out, tickets=owner.tickets)
+    def _score(self, count: int, l: int) -> None:
+        """The scores of sources below `count` against sublayers from l on, as far as they are not known yet."""
+        if self._scored < count:
+            owner, new = self._owner, slice(self._scored, count)
+            sources = [self._slot(number) for number in range(self._scored, count)]
+            owner.run.scores(sources, owner.later[l], owner.reads.eps, out=owner.scores[l:, new, : self._tokens])
+            self._scored = count
 
     def _buffers(self, rows: range) -> tuple[Tensor, Tensor]:
         """o1 `[rows, T, d]` and lse `[rows, T]` of sublayers `rows`, which lie within the present phase 1."""
@@ -354,11 +347,11 @@ class InferenceStream:
         o1 = owner.o1[start * T * d : (start + len(rows)) * T * d].view(len(rows), T, d)
         return o1, owner.lse[start * T : (start + len(rows)) * T].view(len(rows), T)
 
-    def _combine(self, n: int, after: bool = False) -> None:
-        """Phase 1 of the present rows over n sources, from their scores; `after`: those were made right before."""
+    def _combine(self, n: int) -> None:
+        """Phase 1 of the present rows over n sources, from their scores."""
         owner, (o1, lse) = self._owner, self._buffers(self._rows)
         scores = owner.scores[self._rows.start : self._rows.stop, :n, : self._tokens]
-        owner.run.combine(self._slots(n), scores, out=o1, lse=lse, after=after)
+        owner.run.combine(self._slots(n), scores, out=o1, lse=lse)
 
     def _full(self, visit: Visit, weight: Tensor | None) -> Tensor:
         """Full: the update is scored against all later queries, then one kernel a row reads what the sublayer mixes."""
@@ -375,8 +368,11 @@ class InferenceStream:
 
     def _keep(self, l: int) -> None:
         """Scores of the update, source number l, against queries l and later."""
+        owner = self._owner
         self._score(1, 1)
-        self._scores([self._update], l, l)
+        owner.run.scores(
+            [self._update], owner.later[l], owner.reads.eps, out=owner.scores[l:, l : l + 1, : self._tokens]
+        )
 
     def _read(self, l: int, rows: range | None, slots: range, slot: Tensor | None, weight: Tensor | None) -> Tensor:
         """Read l over o1 of phase 1, if it has a row there, these slots, and the update, which is kept in `slot`."""

@@ -5,14 +5,11 @@ from __future__ import annotations
 from functools import cache
 
 __all__ = [
-    "chained",
     "combine_many",
     "combine_tiles",
-    "dependent",
     "dv_tiles",
     "few",
     "inner_tiles",
-    "last_adds",
     "merge_bwd",
     "merge_order",
     "merge_warps",
@@ -164,21 +161,6 @@ def score_tiles(T: int, d: int, S: int, size: int) -> dict:
     return {"GRAM": 1, "SUB": 2, "BT": 32, "BK": 32 if wide else 64, "BS": block_s,
             "splits": 2 if d >= 4096 and S > 16 and not whole else 1, "num_warps": 4,
             "STAGES": 4 if wide else 3}  # fmt: skip
-
-
-def last_adds(T: int) -> bool:
-    """Whether the program that comes last adds the parts of a tile's scores; programs of many tokens come in waves."""
-    return few(T)
-
-
-def chained(T: int) -> bool:
-    """Whether what follows scores, or weighted sums, at once is a programmatic dependent of that kernel."""
-    return False
-
-
-def dependent(after: bool) -> dict:
-    """Options of a launch that may begin before the one before it has ended."""
-    return {"launch_pdl": True} if after else {}
 
 
 def narrow_queries() -> bool:

@@ -11,16 +11,7 @@ import triton
 from torch import Tensor
 
 from tilewise.depth.triton import config
-from tilewise.depth.triton.launch_phase1 import (
-    combine,
-    complete,
-    merge_queries,
-    phase1_bwd,
-    prepare,
-    read,
-    scores,
-    tickets,
-)  # fmt: skip
+from tilewise.depth.triton.launch_phase1 import combine, complete, merge_queries, phase1_bwd, prepare, read, scores
 from tilewise.depth.triton.merge import merge_bwd_kernel, merge_fwd_kernel
 from tilewise.depth.triton.mergefew import merge_sources_kernel
 from tilewise.depth.triton.mixfew import mix_few_kernel
@@ -45,7 +36,6 @@ __all__ = [
     "read",
     "scores",
     "serve_",
-    "tickets",
 ]
 
 GRADS = {torch.float16: triton.language.float16, torch.bfloat16: triton.language.bfloat16}
@@ -220,26 +210,19 @@ def mix_bwd(dy, dp, sources, p, q, w, eps, output_eps, into=None, fresh=False):
     return (grads if into is None else []), dprefix, dq, dw
 
 
-def _dense(*tensors: Tensor | None) -> bool:
-    """Whether none has to be copied first: a dependent reads, before it waits, what is older than the kernel before."""
-    return all(x is None or x.is_contiguous() for x in tensors)
-
-
 @lru_cache(4096)
-def _merge_plan(T, d, size, mode, norm, few, after, eps, output_eps) -> Prepared:
+def _merge_plan(T, d, size, mode, norm, few, eps, output_eps) -> Prepared:
     """`few` is here because it decides the tile."""
     tile = {"BD": config.row_block(d), "num_warps": config.merge_warps(T, d), **config.merge_order(T, d)}
     how = {"PREFIX": mode, "NORM": norm, "ONE_REDUCTION": config.one_reduction(T, size), "EARLY": few, "D": d}
-    how["AFTER"] = after
-    return Prepared(merge_fwd_kernel, (T,), (eps, output_eps), {**how, **tile, **config.dependent(after)})
+    return Prepared(merge_fwd_kernel, (T,), (eps, output_eps), {**how, **tile})
 
 
-def phase2_fwd(update, prefix, o1, lse, q, w, eps, output_eps, new=None, after=False):
+def phase2_fwd(update, prefix, o1, lse, q, w, eps, output_eps, new=None):
     """See :func:`tilewise.depth.eager.phase2_fwd`."""
     T, d = o1.shape
     o1 = o1.contiguous()
     y = torch.empty_like(o1)
-    after = after and config.chained(T) and _dense(update, prefix, q, w)
     q, w = (None if x is None else x.contiguous() for x in (q, w))
     mode = 0
     if update is not None:
@@ -249,7 +232,7 @@ def phase2_fwd(update, prefix, o1, lse, q, w, eps, output_eps, new=None, after=F
             new = torch.empty_like(o1) if new is None else new
     if T:
         # A pointer that is not used is y's: a variant of the kernel never sees it.
-        _merge_plan(T, d, o1.element_size(), mode, w is not None, config.few(T), after, eps, output_eps)(
+        _merge_plan(T, d, o1.element_size(), mode, w is not None, config.few(T), eps, output_eps)(
             update if mode else y, prefix if mode == 2 else y, o1, lse if mode else y, q if mode else y,
             y if w is None else w, new if mode == 2 else y, y,
         )  # fmt: skip
@@ -264,10 +247,9 @@ def direct(T: int, n: int, queries: int) -> bool:
     return 1 <= n <= (config.UNROLLED if queries == 1 else config.DIRECT if config.few(T) else 0)
 
 
-def phase2_from_scores(update, prefix, sources, s, q, w, eps, output_eps, new=None, after=False):
+def phase2_from_scores(update, prefix, sources, s, q, w, eps, output_eps, new=None):
     """See :func:`tilewise.depth.eager.phase2_from_scores`; at most `config.UNROLLED` sources."""
     like, (T, d) = sources[0], sources[0].shape
-    after = after and config.chained(T) and _dense(update, prefix, q, w)
     update, prefix, q, w = (None if x is None else x.contiguous() for x in (update, prefix, q, w))
     sources, stride8 = named(sources)
     s = s if T == 1 or s.stride(1) == 1 else s.contiguous()
@@ -293,11 +275,9 @@ def phase2_from_scores(update, prefix, sources, s, q, w, eps, output_eps, new=No
             PREFIX=0 if update is None else 1 if prefix is None else 2,
             NORM=w is not None,
             ONE_REDUCTION=config.one_reduction(T, like.element_size()),
-            AFTER=after,
             D=d,
             BD=config.row_block(d),
             num_warps=config.sources_warps(T, d),
-            **config.dependent(after),
         )
     return (update if prefix is None else new), y
 

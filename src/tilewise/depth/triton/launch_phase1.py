@@ -15,9 +15,7 @@ from tilewise.depth.triton.phase1_bwd import inner_kernel, source_grad_kernel, w
 from tilewise.depth.triton.sources import bank, row_stride, rows
 from tilewise.triton.launch import launch as start
 
-__all__ = [
-    "combine", "complete", "merge_queries", "phase1_bwd", "prepare", "read", "scores", "split_queries", "tickets",
-]  # fmt: skip
+__all__ = ["combine", "complete", "merge_queries", "phase1_bwd", "prepare", "read", "scores", "split_queries"]
 
 
 _SPLIT = WeakIdKeyDictionary()
@@ -72,11 +70,6 @@ def merge_queries(q: Tensor, dtype: torch.dtype) -> Tensor:
     return q.clamp(-65504.0, 65504.0).half() if dtype == torch.bfloat16 and config.narrow_queries() else q
 
 
-def tickets(device: torch.device) -> Tensor:
-    """See :func:`tilewise.depth.eager.tickets`."""
-    return torch.zeros(8192, dtype=torch.int32, device=device)
-
-
 def _fits(name: str, x: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, strides: bool = False) -> None:
     """Raise ValueError unless a caller's buffer has this shape and dtype and is contiguous (or along T, if strides)."""
     if x is None:
@@ -89,7 +82,7 @@ def _fits(name: str, x: Tensor | None, shape: tuple[int, ...], dtype: torch.dtyp
         )
 
 
-def _scores(v: Sequence[Tensor] | None, add, q, eps, s, r, tickets=None) -> None:
+def _scores(v: Sequence[Tensor] | None, add, q, eps, s, r) -> None:
     """Scores of sources `v`, or of the sum `add` = (update, prefix, block); writes s `[S, n, T]` and r `[n, T]`."""
     b = bank(v if add is None else [add[2]])
     like, T, d = b.base, b.base.shape[0], b.base.shape[1]
@@ -100,21 +93,15 @@ def _scores(v: Sequence[Tensor] | None, add, q, eps, s, r, tickets=None) -> None
     tiles = config.cdiv(d, cfg["BK"])
     chunk = config.cdiv(tiles, splits)
     splits = config.cdiv(tiles, chunk)
-    groups = config.cdiv(T, cfg["BT"] * cfg["SUB"]), n, config.cdiv(S, cfg["BS"])
-    count = groups[0] * groups[1] * groups[2]
     s_out, r_out, strides = s, r, (s.stride(0), s.stride(1), 0, 0)
-    last = splits > 1 and cfg["SUB"] == 1 and config.last_adds(T) and tickets is not None and count <= tickets.numel()
-    s_part, r_part = s, r
-    if last:
-        s_part = torch.empty(count * splits * cfg["BT"] * cfg["BS"], dtype=torch.float32, device=like.device)
-        r_part = torch.empty(count * splits * cfg["BT"], dtype=torch.float32, device=like.device)
-    elif splits > 1:
+    if splits > 1:
         s_out = torch.empty((splits, S, n, T), dtype=torch.float32, device=like.device)
         r_out = torch.empty((splits, n, T), dtype=torch.float32, device=like.device)
         strides = (n * T, T, S * n * T, n * T)
+    grid = (config.cdiv(T, cfg["BT"] * cfg["SUB"]), n, config.cdiv(S, cfg["BS"]) * splits)
     start(
         scores_kernel,
-        (groups[0], n, groups[2] * splits),
+        grid,
         like,
         like if b.table is None else b.table,
         *(add if add is not None else (like, like, like)),
@@ -122,9 +109,6 @@ def _scores(v: Sequence[Tensor] | None, add, q, eps, s, r, tickets=None) -> None
         low,
         s_out,
         r_out,
-        tickets if last else r_out,
-        s_part,
-        r_part,
         T,
         S,
         splits,
@@ -136,27 +120,25 @@ def _scores(v: Sequence[Tensor] | None, add, q, eps, s, r, tickets=None) -> None
         TABLE=b.table is not None,
         ADD=add is not None,
         LOW=like.dtype != torch.float32,
-        SPLIT=splits > 1 and not last,
-        PARTS=config.next_power_of_2(splits) if last else 0,
-        CHAIN=config.chained(T),
+        SPLIT=splits > 1,
         D=d,
         **cfg,
     )
-    if splits > 1 and not last:
+    if splits > 1:
         grid = (config.cdiv(T, 128), n, S)
         strides = s.stride(0), s.stride(1)
         how = {"EXACT": like.dtype == torch.float32, "D": d, "B": 128, "num_warps": 4}
         start(finish_kernel, grid, s_out, r_out, s, r, T, n, S, splits, *strides, eps, **how)
 
 
-def scores(sources, q, eps, out=None, tickets=None):
+def scores(sources, q, eps, out=None):
     """See :func:`tilewise.depth.eager.scores`. `out` `[S, n, T]` fp32 may have any strides but 1 along T."""
     T, n = sources[0].shape[0], len(sources)
     _fits("out", out, (q.shape[0], n, T), torch.float32, strides=True)
     s = torch.empty((q.shape[0], n, T), dtype=torch.float32, device=q.device) if out is None else out
     r = torch.empty((n, T), dtype=torch.float32, device=q.device)
     if T and q.shape[0]:
-        _scores(sources, None, q, eps, s, r, tickets)
+        _scores(sources, None, q, eps, s, r)
     return s, r
 
 
@@ -180,7 +162,7 @@ def complete(update, prefix, q, eps, block=None, out=None):
     return block, s, r[0]
 
 
-def combine(sources, s, out=None, lse=None, after=False):
+def combine(sources, s, out=None, lse=None):
     """See :func:`tilewise.depth.eager.combine`. `out` `[S, T, d]` and `lse` `[S, T]` receive the results, if given."""
     b = bank(sources)
     like, (T, d), (S, n) = b.base, b.base.shape, s.shape[:2]
@@ -203,7 +185,6 @@ def combine(sources, s, out=None, lse=None, after=False):
     span = cfg.pop("span")
     one = n <= cfg["BN"]
     grid = (config.cdiv(T, cfg["BT"]) * config.cdiv(S, cfg["BS"]), config.cdiv(config.cdiv(d, cfg["BD"]), span))
-    after = after and config.chained(T)
     start(
         combine_kernel,
         grid,
@@ -220,11 +201,8 @@ def combine(sources, s, out=None, lse=None, after=False):
         TABLE=b.table is not None,
         LOW=like.dtype != torch.float32,
         ONE=one,
-        CHAIN=config.chained(T),
-        AFTER=after,
         D=d,
         **cfg,
-        **config.dependent(after),
     )
     return o1, lse
 

@@ -2,7 +2,6 @@
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_wait
 
 from tilewise.depth.triton.common import rstd, sum2, sum4, sum6
 
@@ -23,7 +22,6 @@ def merge_fwd_kernel(
     NORM: tl.constexpr,
     ONE_REDUCTION: tl.constexpr,
     EARLY: tl.constexpr,
-    AFTER: tl.constexpr,
     DOWN: tl.constexpr,
     STREAM: tl.constexpr,
     D: tl.constexpr,
@@ -35,8 +33,7 @@ def merge_fwd_kernel(
     few rows, where latency counts; with many rows the extra sums cost more than the barrier. EARLY loads the weights
     before the first barrier, which no load moves across: less latency, more registers. DOWN takes the last rows first,
     whose update the L2 cache still has, and leaves it the first rows of y, where the next kernel begins. STREAM marks
-    what no kernel soon reads again, so that those stay. AFTER: started before the kernel that makes o1 has ended. The
-    update and prefix are older than that one; nothing is stored before its end, as it may still use that memory.
+    what no kernel soon reads again, so that those stay.
     """
     t = tl.program_id(0)
     if DOWN:
@@ -51,19 +48,12 @@ def merge_fwd_kernel(
         w = tl.load(w_ptr + c, mask=m, other=0.0, eviction_policy="evict_last")
     if EARLY and PREFIX > 0:
         q = tl.load(q_ptr + c, mask=m, other=0.0, eviction_policy="evict_last")
-    if AFTER and PREFIX > 0:
-        u = tl.load(update + row, mask=m, other=0.0, eviction_policy=policy)
-        if PREFIX == 2:
-            p = tl.load(prefix + row, mask=m, other=0.0, eviction_policy=policy)
-    if AFTER:
-        gdc_wait()
     h = tl.load(o1_ptr + row, mask=m, other=0.0, eviction_policy=policy)
-    if PREFIX == 2 and not AFTER:
+    if PREFIX == 2:
         p = tl.load(prefix + row, mask=m, other=0.0, eviction_policy=policy)
     if PREFIX > 0:
         lse = tl.load(lse_ptr + t)
-        if not AFTER:
-            u = tl.load(update + row, mask=m, other=0.0, eviction_policy=policy)
+        u = tl.load(update + row, mask=m, other=0.0, eviction_policy=policy)
         if PREFIX == 2:
             u = (u.to(tl.float32) + p.to(tl.float32)).to(dtype)
             tl.store(new_prefix + row, u, mask=m, eviction_policy=policy)

@@ -2,7 +2,6 @@
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_wait
 
 from tilewise.depth.triton.common import rstd, sum2, sum4
 
@@ -25,14 +24,12 @@ def merge_sources_kernel(
     PREFIX: tl.constexpr,
     NORM: tl.constexpr,
     ONE_REDUCTION: tl.constexpr,
-    AFTER: tl.constexpr,
     D: tl.constexpr,
     BD: tl.constexpr,
 ):
     """As `merge_fwd_kernel`, with o1 = sum_j exp(s_j - max) / sum v_j over N named sources, in fp32.
 
-    The weights are scalars of the row: no reduction over d and no barrier is added. AFTER: started before the kernel
-    that makes the scores has ended.
+    The weights are scalars of the row: no reduction over d and no barrier is added.
     """
     t = tl.program_id(0).to(tl.int64)
     dtype: tl.constexpr = y_ptr.dtype.element_ty
@@ -40,15 +37,6 @@ def merge_sources_kernel(
     m = c < D
     row = t * D + c
     source_row = t * source_row8 * 8 + c
-    if AFTER:
-        if NORM:
-            w = tl.load(w_ptr + c, mask=m, other=0.0, eviction_policy="evict_last")
-        if PREFIX > 0:
-            q = tl.load(q_ptr + c, mask=m, other=0.0, eviction_policy="evict_last")
-            u = tl.load(update + row, mask=m, other=0.0)
-            if PREFIX == 2:
-                p = tl.load(prefix + row, mask=m, other=0.0)
-        gdc_wait()
     mx = -float("inf")
     for j in tl.static_range(N):
         mx = tl.maximum(mx, tl.load(s_ptr + j * s_stride_n + t))
@@ -59,16 +47,13 @@ def merge_sources_kernel(
     for j in tl.static_range(N):
         a = tl.exp(tl.load(s_ptr + j * s_stride_n + t) - mx) / l
         h += a * tl.load(sources[j] + source_row, mask=m, other=0.0).to(tl.float32)
-    if NORM and not AFTER:
+    if NORM:
         w = tl.load(w_ptr + c, mask=m, other=0.0, eviction_policy="evict_last")
     if PREFIX > 0:
-        if not AFTER:
-            q = tl.load(q_ptr + c, mask=m, other=0.0, eviction_policy="evict_last")
-            u = tl.load(update + row, mask=m, other=0.0)
-        q = q.to(tl.float32)
+        q = tl.load(q_ptr + c, mask=m, other=0.0, eviction_policy="evict_last").to(tl.float32)
+        u = tl.load(update + row, mask=m, other=0.0)
         if PREFIX == 2:
-            if not AFTER:
-                p = tl.load(prefix + row, mask=m, other=0.0)
+            p = tl.load(prefix + row, mask=m, other=0.0)
             u = (u.to(tl.float32) + p.to(tl.float32)).to(dtype)
             tl.store(new_prefix + row, u, mask=m)
         p = u.to(tl.float32)

@@ -7,7 +7,6 @@ register operands. Both products are small next to the memory traffic.
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tilewise.depth.triton.common import add_kept, rstd, source_rows
 
@@ -55,34 +54,6 @@ def _put_scores(
         tl.store(r_at + t, r, mask=(t < T) & first)
 
 
-@triton.jit
-def _sum_of_parts(
-    tickets, s_part, r_part, s_at, r_at, acc, vv, t, sq, tile, part, splits, T, S, first, eps, PARTS: tl.constexpr,
-    BT: tl.constexpr, BS: tl.constexpr, EXACT: tl.constexpr, D: tl.constexpr,
-):  # fmt: skip
-    """Keep this part's sums; the program that comes last adds all `splits` of them, in order, and writes the scores.
-
-    Which program that is varies, what it adds does not. It leaves the tile's ticket at zero for the next launch.
-    """
-    bt = tl.arange(0, BT)
-    bs = tl.arange(0, BS)
-    mine = (tile * splits + part).to(tl.int64)
-    tl.store(s_part + mine * (BT * BS) + (bt[:, None] * BS + bs[None, :]), acc)
-    tl.store(r_part + mine * BT + bt, vv)
-    # The ticket is one thread's: what the others stored must come before it.
-    tl.debug_barrier()
-    if tl.atomic_add(tickets + tile, 1, sem="acq_rel", scope="gpu") == splits - 1:
-        tl.store(tickets + tile, 0)
-        k = tl.arange(0, PARTS)
-        at = (tile * splits + k).to(tl.int64)
-        there = k < splits
-        sums = at[:, None, None] * (BT * BS) + (bt[:, None] * BS + bs[None, :])[None, :, :]
-        s = tl.sum(tl.load(s_part + sums, mask=there[:, None, None], other=0.0, cache_modifier=".cg"), 0)
-        squares = at[:, None] * BT + bt[None, :]
-        vv = tl.sum(tl.load(r_part + squares, mask=there[:, None], other=0.0, cache_modifier=".cg"), 0)
-        _put_scores(s_at, r_at, s, vv, t, sq, T, S, first, eps, False, EXACT, D)
-
-
 @triton.jit(
     do_not_specialize=[
         "T",
@@ -107,9 +78,6 @@ def scores_kernel(
     q_low,
     s_ptr,
     r_ptr,
-    tickets,
-    s_part,
-    r_part,
     T,
     S,
     splits,
@@ -125,9 +93,7 @@ def scores_kernel(
     ADD: tl.constexpr,
     LOW: tl.constexpr,
     SPLIT: tl.constexpr,
-    PARTS: tl.constexpr,
     GRAM: tl.constexpr,
-    CHAIN: tl.constexpr,
     SUB: tl.constexpr,
     BT: tl.constexpr,
     BK: tl.constexpr,
@@ -140,8 +106,7 @@ def scores_kernel(
     LOW: 16 bits, with a low part of the queries; without it fp32, whose sums over tiles are compensated.
 
     A program takes SUB tiles of BT tokens, which share each tile of queries. SPLIT: program axis 2 also splits d; raw
-    partial sums go to s_ptr and r_ptr at part strides, for `finish_kernel`. PARTS instead, a power of two: d is split
-    too, and the last program of a tile adds the parts (SUB is 1). CHAIN: the next kernel may start meanwhile.
+    partial sums go to s_ptr and r_ptr at part strides, for `finish_kernel`.
     """
     j = tl.program_id(1)
     part = tl.program_id(2) % splits
@@ -196,21 +161,14 @@ def scores_kernel(
         vv = tl.sum(tl.where(same, vv, 0.0), 1)
         if SUB == 2:
             vv2 = tl.sum(tl.where(same, vv2, 0.0), 1)
-    if CHAIN:
-        gdc_launch_dependents()
     s_at = s_ptr + sq[None, :].to(tl.int64) * s_stride_q + j.to(tl.int64) * s_stride_n
     r_at = r_ptr + j.to(tl.int64) * T
-    if PARTS:
-        tile = (tl.program_id(2) // splits * tl.num_programs(1) + j) * tl.num_programs(0) + tl.program_id(0)
-        _sum_of_parts(tickets, s_part, r_part, s_at, r_at, acc, vv, t, sq, tile, part, splits, T, S, q0 == 0, eps,
-                      PARTS, BT, BS, not LOW, D)  # fmt: skip
-    else:
-        if SPLIT:
-            s_at += part.to(tl.int64) * part_stride
-            r_at += part.to(tl.int64) * r_part_stride
-        _put_scores(s_at, r_at, acc, vv, t, sq, T, S, q0 == 0, eps, SPLIT, not LOW, D)
-        if SUB == 2:
-            _put_scores(s_at, r_at, acc2, vv2, t + BT, sq, T, S, q0 == 0, eps, SPLIT, not LOW, D)
+    if SPLIT:
+        s_at += part.to(tl.int64) * part_stride
+        r_at += part.to(tl.int64) * r_part_stride
+    _put_scores(s_at, r_at, acc, vv, t, sq, T, S, q0 == 0, eps, SPLIT, not LOW, D)
+    if SUB == 2:
+        _put_scores(s_at, r_at, acc2, vv2, t + BT, sq, T, S, q0 == 0, eps, SPLIT, not LOW, D)
 
 
 @triton.jit(do_not_specialize=["T", "N", "S", "splits", "s_stride_q", "s_stride_n"])
@@ -262,8 +220,6 @@ def combine_kernel(
     TABLE: tl.constexpr,
     LOW: tl.constexpr,
     ONE: tl.constexpr,
-    CHAIN: tl.constexpr,
-    AFTER: tl.constexpr,
     BS: tl.constexpr,
     BN: tl.constexpr,
     BT: tl.constexpr,
@@ -271,12 +227,7 @@ def combine_kernel(
     STAGES: tl.constexpr,
     D: tl.constexpr,
 ):
-    """o1[s, t] = sum_j softmax_j(s) v_j[t] for BT tokens, BS queries, `span` tiles of BD columns; ONE: n <= BN.
-
-    AFTER: started before the kernel that makes the scores has ended, it waits for that. CHAIN: lets the next one start.
-    """
-    if AFTER:
-        gdc_wait()
+    """o1[s, t] = sum_j softmax_j(s) v_j[t] for BT tokens, BS queries, `span` tiles of BD columns; ONE: n <= BN."""
     M: tl.constexpr = BS * BT
     R: tl.constexpr = BN * BT
     dtype: tl.constexpr = o_ptr.dtype.element_ty
@@ -341,5 +292,3 @@ def combine_kernel(
                     o = tl.dot((w - wh.to(tl.float32)).to(dtype), v, o, input_precision="ieee")
         om = okm[:, None] & (k + cd < D)[None, :]
         tl.store(o_ptr + out[:, None] + (k + cd)[None, :], o.to(dtype), mask=om, eviction_policy="evict_first")
-    if CHAIN:
-        gdc_launch_dependents()
