@@ -75,6 +75,10 @@ CHECKS = [
     # Wider than 128: the portable kernels with their smallest tiles.
     ("wav2vec2_bert", "none", HALF, sizes(d=192), 0.0),
     *((case, "none", HALF, sizes(d=256), 0.0) for case in ("t5", "deberta", "txl", "shaw", "vits")),
+    # Width 128: the forward with a warp for copies, and the backward's tiles of each class.
+    *((case, "none", HALF, sizes(N, d=128), 0.0)
+      for case, N in (("none", 2304), ("t5", 2304), ("t5", 1152), ("shaw", 2304), ("deberta", 2304), ("vits", 1100))),
+    ("t5", "causal", HALF, sizes(2304, Hk=2, d=128), 0.0),
 ]  # fmt: skip
 
 

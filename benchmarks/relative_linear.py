@@ -29,18 +29,17 @@ CASES = ("shaw", "deberta", "txl")
 VARIANTS = {
     "as committed": {},
     "3 queries' stages": {"QUERIES_ALONE": (3, None)},
-    "320 MiB of dG": {"BUDGET": 320 << 20},
-    "1 GiB of dG": {"BUDGET": 1 << 30},
-    "1 diagonal at once": {"AT_ONCE": 1, "SLOTS": 1056},
-    "4 diagonals at once": {"AT_ONCE": 4},
-    "528 programs": {"SLOTS": 528},
+    "540 MiB of dG": {"BUDGET": 540 << 20},
+    "1 diagonal at once": {"AT_ONCE": {True: 1, False: 1}, "SLOTS": {True: 1056, False: 2112}},
+    "2 diagonals at once": {"AT_ONCE": {True: 2, False: 2}, "SLOTS": {True: 264, False: 528}},
+    "4 diagonals at once": {"AT_ONCE": {True: 4, False: 4}, "SLOTS": {True: 264, False: 528}},
     "wide": {"WIDTHS": (64, 128)},
 }
 TRIED = [
     ("shaw", "3 queries' stages", (4096, 2048)),
-    *((case, f"{n} at once", (8192, 2048)) for case in ("deberta", "txl") for n in ("1 diagonal", "4 diagonals")),
-    ("deberta", "528 programs", (8192, 2048)),
-    ("txl", "1 GiB of dG", (8192,)),
+    *(("deberta", f"{n} at once", (8192, 2048)) for n in ("1 diagonal", "4 diagonals")),
+    *(("txl", f"{n} diagonals at once", (8192, 2048)) for n in (2, 4)),
+    ("txl", "540 MiB of dG", (8192,)),
 ]
 """Variants of the backward beside the committed one, and the lengths at which they are another one."""
 

@@ -41,6 +41,8 @@ JOBS = [
     ("deberta", "none", HALF, sizes(1300, B=1, H=1), 0.0),
     # Enough keys for the forward with overlapped exponentials.
     ("t5", "none", HALF, sizes(1100, B=1, H=1), 0.0),
+    # The forward with a warp for copies: a last tile of keys that is masked, and all tiles whole.
+    *(("t5", "none", HALF, sizes(1100, Tk, B=1, H=1, d=128), 0.0) for Tk in (1100, 1152)),
     ("alibi", "none", SINGLE, sizes(150, B=1, H=1), 0.0),
     ("vits", "lengths", HALF, sizes(150, B=2, H=2, d=80), 0.0),
     ("wav2vec2_bert", "none", SINGLE, sizes(150, B=1, H=1), 0.0),

@@ -29,7 +29,8 @@ CALLS = (*(f"{case}:{N}:{p}" for N in (8192, 512) for case in ("t5", "shaw", "de
            for p in ("forward", "backward")), "t5:8192:forward:128")  # fmt: skip
 
 
-HOPPER = ("attend_band", "attend_overlapped", "key_pass", "query_pass", "collect_tiles", "sum_rows", "spread")
+HOPPER = ("attend_band", "attend_overlapped", "attend_specialised", "key_pass", "query_pass", "collect_tiles",
+          "sum_ends", "sum_rows", "spread")  # fmt: skip
 MARK = "spin_kernel"
 """The kernel of torch.cuda._sleep, which stands between two calls."""
 
@@ -87,7 +88,7 @@ def _window(a: dict, itemsize: int) -> float:
 
 def _hopper(kernel: str, a: dict, programs: int, windows: dict[int, float]) -> tuple[float, float]:
     """:func:`fewest` of Hopper's own kernels; `programs` of them make a launch of a pass."""
-    if kernel == "attend_overlapped":
+    if kernel in ("attend_overlapped", "attend_specialised"):
         slab = _size(a["slab"]) if a["TERM"] else 0.0
         return sum(_size(a[n].base) for n in ("q", "k", "v")) + slab, _size(a["o"].base) + _size(a["lse"])
     if kernel == "attend_band":
@@ -117,9 +118,10 @@ def _hopper(kernel: str, a: dict, programs: int, windows: dict[int, float]) -> t
         return read + tables + _size(a["stats"], share), written + sum(windows[_key(x)] for x in buffers)
     if kernel == "collect_tiles":
         return windows.get(_key(a["dg"]), 0.0), _size(a["out"])
-    # sum_rows and spread: partial sums of every offset, in fp32, and of every block what it adds to end rows.
-    ends = _size(a["parts"]) if kernel == "sum_rows" and a["ENDS"] else 0.0
-    return _size(a["partial"]) + ends, _size(a["grad"])
+    # Partial sums of every offset, in fp32, and of every block what it adds to end rows.
+    if kernel == "sum_ends":
+        return _size(a["parts"]), _size(a["sums"])
+    return _size(a["partial"]) + (_size(a["sums"]) if kernel == "sum_rows" and a["ENDS"] else 0.0), _size(a["grad"])
 
 
 def fewest(kernel: str, a: dict, windows: dict[int, float], programs: int) -> tuple[float, float]:

@@ -22,7 +22,7 @@ from relative_cases import timed_call
 
 from tilewise import triton as kernels
 from tilewise.bench.ahead import compile_for
-from tilewise.triton import plan
+from tilewise.triton import config, plan
 from tilewise.triton.config import Limits
 from tilewise.triton.launch import launcher
 
@@ -65,6 +65,7 @@ def touched(code: list[str]) -> list[str]:
 def main():
     compile_for(90)
     plan.limits_of = lambda device: Limits(232448, True, True)
+    config.SPECIALISED = {}
 
     def warm(name, kernel, grid, *args, **meta):
         if kernel.__name__ != "attend_overlapped":

@@ -25,7 +25,7 @@ from tilewise.triton import config, plan
 from tilewise.triton.config import Limits
 from tilewise.triton.launch import launcher
 
-KERNELS = ("attend_band", "query_pass", "key_pass", "collect_tiles", "spread", "sum_rows", "attend")
+KERNELS = ("attend_band", "query_pass", "key_pass", "collect_tiles", "spread", "sum_ends", "sum_rows", "attend")
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 

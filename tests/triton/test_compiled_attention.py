@@ -75,7 +75,7 @@ def test_lengths_and_offsets_share_one_kernel_with_and_one_without_a_mask_of_ele
     }  # fmt: skip
     assert {k["kernel"] for k in kernels if not k["masked"]} == {
         "prepare", "project", "expand", "toeplitz", "fold", "collect", "collect_scalars", "collect_tiles", "reduce",
-        "sum_rows", "spread", "add_parts",
+        "sum_ends", "sum_rows", "spread", "add_parts",
     }  # fmt: skip
     assert [k for k in kernels if k["all"] != k["first"] * max(1, len(k["masked"]))] == []
     # What one length needs of a kernel: two of `prepare` and `reduce`, which start twice a call.

@@ -49,7 +49,7 @@ def test_compiled_for_hopper():
 @pytest.mark.parametrize(
     ("case", "N", "d", "kernel"),
     [("t5", 1024, 64, "attend_overlapped"), ("t5", 512, 64, "attend"), ("none", 128, 64, "attend_overlapped"),
-     ("t5", 2048, 128, "attend_overlapped"), ("none", 512, 80, "attend"), ("shaw", 2048, 64, "attend_band")],
+     ("t5", 2048, 128, "attend_specialised"), ("none", 512, 80, "attend"), ("shaw", 2048, 64, "attend_band")],
 )  # fmt: skip
 def test_calls_that_take_it(case, N, d, kernel):
     def forward(**options):

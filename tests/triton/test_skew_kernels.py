@@ -71,15 +71,16 @@ def test_a_mistake_shows():
 def test_compiled_for_hopper():
     found = {(line["case"], line["kernel"]): line for line in lines("compiled_skew.py")}
     kernels = {"attend_band", "query_pass", "key_pass", "collect_tiles"}
+    ends = ("sum_ends", "sum_rows")
     assert set(found) == {(case, kernel) for case, last in (
-        ("deberta", "sum_rows"), ("txl", "spread"), ("wav2vec2_bert", "sum_rows")) for kernel in (*kernels, last)
+        ("deberta", ends), ("txl", ("spread",)), ("wav2vec2_bert", ends)) for kernel in (*kernels, *last)
     } | {("wav2vec2_bert", "attend")}  # fmt: skip
     portable = found.pop(("wav2vec2_bert", "attend"))
     # A loop for the band and one for each side. One for both sides has, with Triton 3.6, a wait for every instruction.
     assert portable["instructions"] == 24
     assert portable["waits"] < portable["instructions"] / 2
     for line in found.values():
-        if line["kernel"] in ("spread", "sum_rows"):
+        if line["kernel"] in ("spread", *ends):
             continue
         assert line["products"] > 0
         assert line["narrow"] == 0
@@ -100,7 +101,7 @@ def test_compiled_for_hopper():
         assert programs * 128 * line["registers"] <= 65536
 
 
-@pytest.mark.parametrize(("case", "most"), [("shaw", 125), ("deberta", 540), ("txl", 600)])
+@pytest.mark.parametrize(("case", "most"), [("shaw", 125), ("deberta", 540), ("txl", 900)])
 def test_the_backward_is_linear_in_memory(case, most):
     found = {}
     for N in (8192, 16384):

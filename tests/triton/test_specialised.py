@@ -70,11 +70,13 @@ def test_calls_that_take_it(monkeypatch):
     def forward(d, N):
         return [name for name, _, _ in passes(timed_call("t5", N, "meta", H=2, d=d)[0])["forward"][1]]
 
-    assert "attend_overlapped" in forward(128, 2048)
+    assert "attend_specialised" in forward(128, 1024)
+    assert "attend_overlapped" in forward(64, 2048)
     monkeypatch.setattr(config, "SPECIALISED", {128: 2048})
     assert "attend_specialised" in forward(128, 2048)
     assert "attend_overlapped" in forward(128, 1024)
-    assert "attend_overlapped" in forward(64, 2048)
+    monkeypatch.setattr(config, "SPECIALISED", {})
+    assert "attend_overlapped" in forward(128, 2048)
 
 
 def test_partitions_that_wait_for_one_another():

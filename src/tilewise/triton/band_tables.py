@@ -23,12 +23,17 @@ from .terms import rows_of
 
 __all__ = ["Diagonals"]
 
-AT_ONCE = 2
-"""Diagonals of a program: a tile of the rows' factor is read once for all of them, so that of the bytes that pass the
-L2 cache two are a quarter fewer, four three eighths."""
+AT_ONCE = {True: 2, False: 1}
+"""Whether there are saturated tiles ↦ diagonals of a program. A tile of the rows' factor is read once for all of them:
+of the bytes that pass the L2 cache two save a quarter. DeBERTa's backward at 2,048 tokens took 1.915 ms with two, 1.983
+with one and 1.982 with four, Transformer-XL's, where diagonals are of unequal lengths, 1.870, 1.845 and 1.951."""
 
-SLOTS = 264
-"""Programs that an H200 runs at once; where there are fewer diagonals, their row blocks are shared out to as many."""
+SLOTS = {True: 264, False: 2112}
+"""Likewise ↦ programs; where there are fewer diagonals, their row blocks are shared out to as many."""
+
+PIECES = 32
+"""Sums into which the summands of an end row are shared out first: with one program for all, Shaw's backward at 128
+tokens took 0.422 ms for 0.243."""
 
 
 @triton.jit(do_not_specialize=["f0", "f1", "H", "B", "G", "blocks", "tiles", "rows", "first", "count", "per", "offset",
@@ -136,46 +141,74 @@ def spread(partial, grad, tau, heads, R, count, zero, step, sh, sr, sd, D: tl.co
     tl.store(to, (total * tau).to(grad.dtype.element_ty), mask=(r < R)[:, None] & (d[None, :] >= 0))
 
 
-@triton.jit(do_not_specialize=["R", "tau", "count", "shares", "blocks", "left_row", "right_row"])
-def sum_rows(partial, order, starts, parts, grad, tau, R, count, shares, blocks, left_row, right_row, sp, sn, sh, sr,
-             sd, D: tl.constexpr, N: tl.constexpr, ENDS: tl.constexpr):  # fmt: skip
-    """grad[h, r] = τ · (Σ of partial[h] over shares and offsets of row r + what the sides add), N vectors at a time.
+@triton.jit
+def _offsets(partial, order, h, first, begin, end, count, shares, D: tl.constexpr, N: tl.constexpr):
+    """Σ of partial[h] over the slots begin … end − 1 of a row, N at a time: [N, D]. A slot is (offset, share)."""
+    n = tl.arange(0, N)
+    d = tl.arange(0, D)
+    total = tl.zeros([N, D], tl.float32)
+    for c in tl.range(begin, end, N, loop_unroll_factor=2):
+        x = tl.load(order + first + (c + n) // shares, mask=c + n < end, other=0)
+        place = (tl.cast(h * shares + (c + n) % shares, tl.int64) * count + x)[:, None] * D + d[None, :]
+        total += tl.load(partial + place, mask=(c + n < end)[:, None] & (d[None, :] >= 0), other=0.0)
+    return total
+
+
+@triton.jit(do_not_specialize=["count", "shares", "blocks", "left_row", "right_row"])
+def sum_ends(partial, order, starts, parts, sums, count, shares, blocks, left_row, right_row, sp, sn, D: tl.constexpr,
+             N: tl.constexpr):  # fmt: skip
+    """sums[h, side, k] = the k-th piece of what an end row sums: partial[h] at its offsets, and its side's parts[h].
 
     parts[h, n] are the vectors that the saturated sides of block n add to their end rows.
 
-    Programs (h, r); ENDS: two more before, which are the end rows, as they have the most to sum and should start first.
+    Programs (h, side, k). A map that gives both ends one row sums its offsets on the left side alone.
+    """
+    h = tl.program_id(0)
+    side = tl.program_id(1)
+    k = tl.program_id(2)
+    n = tl.arange(0, N)
+    d = tl.arange(0, D)
+    r = tl.where(side == 0, left_row, right_row)
+    own = (r >= 0) & ((side == 0) | (left_row != right_row))
+    first = tl.load(starts + r, mask=own, other=0)
+    slots = (tl.load(starts + r + 1, mask=own, other=0) - first) * shares
+    piece = tl.cdiv(slots, tl.num_programs(2))
+    total = _offsets(partial, order, h, first, k * piece, tl.minimum((k + 1) * piece, slots), count, shares, D, N)
+    piece = tl.cdiv(blocks, tl.num_programs(2))
+    end = tl.where(r >= 0, tl.minimum((k + 1) * piece, blocks), 0)
+    for c in tl.range(k * piece, end, N, loop_unroll_factor=2):
+        # A head's parts reach 2^31 numbers with 64 GiB of its queries, so (c + n)·sn is an int32.
+        at = parts + tl.cast(h, tl.int64) * sp + (c + n)[:, None] * sn + side * D + d[None, :]
+        total += tl.load(at, mask=(c + n < end)[:, None] & (d[None, :] >= 0), other=0.0)
+    to = sums + tl.cast((h * 2 + side) * tl.num_programs(2) + k, tl.int64) * D
+    tl.store(to + d, tl.sum(total, 0))
+
+
+@triton.jit(do_not_specialize=["R", "tau", "count", "shares", "left_row", "right_row"])
+def sum_rows(partial, order, starts, sums, grad, tau, R, count, shares, left_row, right_row, sh, sr, sd,
+             D: tl.constexpr, N: tl.constexpr, ENDS: tl.constexpr, PIECES: tl.constexpr):  # fmt: skip
+    """grad[h, r] = τ · Σ of partial[h] over shares and offsets of row r, N vectors at a time; ENDS: end rows by `sums`.
+
+    Programs (h, r).
     """
     h = tl.program_id(0)
     r = tl.program_id(1)
-    n = tl.arange(0, N)
     d = tl.arange(0, D)
-    mine = r >= 0
-    side = 2
+    first = tl.load(starts + r)
+    slots = (tl.load(starts + r + 1) - first) * shares
     if ENDS:
-        side = r
-        r = tl.where(side == 0, left_row, tl.where(side == 1, right_row, side - 2))
-        mine = (r >= 0) & ((side < 2) | (r != left_row) & (r != right_row))
-        # A map that gives both ends one row has both its sides there.
-        mine = mine & ((side != 1) | (left_row != right_row))
-    total = tl.zeros([N, D], tl.float32)
-    first = tl.load(starts + r, mask=mine, other=0)
-    slots = (tl.load(starts + r + 1, mask=mine, other=0) - first) * shares
-    for c in tl.range(0, slots, N, loop_unroll_factor=2):
-        x = tl.load(order + first + (c + n) // shares, mask=c + n < slots, other=0)
-        place = (tl.cast(h * shares + (c + n) % shares, tl.int64) * count + x)[:, None] * D + d[None, :]
-        total += tl.load(partial + place, mask=(c + n < slots)[:, None] & (d[None, :] >= 0), other=0.0)
+        slots = tl.where((r == left_row) | (r == right_row), 0, slots)
+    value = tl.sum(_offsets(partial, order, h, first, 0, slots, count, shares, D, N), 0)
     if ENDS:
-        for which in tl.static_range(2):
+        k = tl.arange(0, PIECES)
+        for side in tl.static_range(2):
             end = left_row
-            if which == 1:
+            if side == 1:
                 end = right_row
-            for c in tl.range(0, tl.where(mine & (r == end), blocks, 0), N, loop_unroll_factor=2):
-                # A head's parts reach 2^31 numbers with 64 GiB of its queries, so (c + n)·sn is an int32.
-                at = parts + tl.cast(h, tl.int64) * sp + (c + n)[:, None] * sn + which * D + d[None, :]
-                total += tl.load(at, mask=(c + n < blocks)[:, None] & (d[None, :] >= 0), other=0.0)
-    value = tl.sum(total, 0)
+            at = sums + tl.cast((h * 2 + side) * PIECES, tl.int64) * D + k[:, None] * D + d[None, :]
+            value += tl.sum(tl.load(at, mask=(r == end) & (d[None, :] >= 0), other=0.0), 0)
     to = grad + tl.cast(h, tl.int64) * sh + tl.cast(r, tl.int64) * sr + d.to(tl.int64) * sd
-    tl.store(to, (value * tau).to(grad.dtype.element_ty), mask=mine & (d >= 0))
+    tl.store(to, (value * tau).to(grad.dtype.element_ty))
 
 
 @dataclass(frozen=True)
@@ -230,15 +263,10 @@ class Diagonals:
 
     @property
     def shares(self) -> int:
-        """Into how many sums the row blocks of a head are shared out: whole sequences, or no fewer than four blocks.
-
-        Without saturated tiles the diagonals are of unequal lengths, so there are two programs for a slot.
-        """
+        """Into how many sums the row blocks of a head are shared out: whole sequences, or no fewer than four blocks."""
         L = self.L
-        programs = cdiv(self.count, AT_ONCE) * self.heads
-        if L.sides:
-            return max(1, min(SLOTS // programs, L.B * self.blocks // 4))
-        return max(1, min(2 * SLOTS // programs, L.B))
+        programs = cdiv(self.count, AT_ONCE[L.sides]) * self.heads
+        return max(1, min(SLOTS[L.sides] // programs, L.B * self.blocks // 4 if L.sides else L.B))
 
     @property
     def per(self) -> int:
@@ -258,11 +286,12 @@ class Diagonals:
         biased = L.ports[self.n].bias is not None
         v, head_v = rows_of_heads(L, "bias") if biased else (L.anchor, 0)
         heads = ((f1 - 1) // per_head - f0 // per_head + 1) * G
+        width = AT_ONCE[L.sides]
         launch(
-            collect_tiles, (cdiv(self.count, AT_ONCE), heads, self.shares), dg, x.x, v, partial,
+            collect_tiles, (cdiv(self.count, width), heads, self.shares), dg, x.x, v, partial,
             L.ranges(self.keyed), x.strides, head_v, f0, f1, L.B, G, self.blocks, self.tiles,
             L.Tk if self.keyed else L.Tq, self.first, self.count, self.per, *self._band(L, self.keyed), L.mask.batch,
-            D=L.d, T=TILE, W=AT_ONCE, BIASED=biased, SIDES=L.sides, RANGED=L.mask.ranged, STAGES=4, num_warps=4,
+            D=L.d, T=TILE, W=width, BIASED=biased, SIDES=L.sides, RANGED=L.mask.ranged, STAGES=4, num_warps=4,
         )  # fmt: skip
 
     def finish(self, partial: Tensor, parts: Tensor | None, grad: Tensor) -> None:
@@ -281,16 +310,21 @@ class Diagonals:
                 self.count * TILE, step * zero, step * turn, *grad.stride(), D=L.d, N=64, num_warps=4,
             )  # fmt: skip
             return
-        vectors = partial if parts is None else parts
         # One table for all heads: theirs are further shares and blocks of it.
-        shares, blocks = (L.H if shared else 1) * self.shares, vectors.shape[1] * (L.H if shared else 1)
-        order, starts = _by_row(rows, start, step, self.count * TILE, grad.shape[1], L.device)
-        ends = parts is not None
+        merged = L.H if shared else 1
+        shares, count = merged * self.shares, self.count * TILE
+        order, starts = _by_row(rows, start, step, count, grad.shape[1], L.device)
+        sums = partial
+        if parts is not None:
+            sums = torch.empty(grad.shape[0], 2, PIECES, L.d, dtype=torch.float32, device=L.device)
+            launch(
+                sum_ends, (grad.shape[0], 2, PIECES), partial, order, starts, parts, sums, count, shares,
+                parts.shape[1] * merged, *L.ends[n], *parts.stride()[:2], D=L.d, N=64, num_warps=4,
+            )  # fmt: skip
         warps = 8 if shared else 1
         launch(
-            sum_rows, (grad.shape[0], grad.shape[1] + 2 * ends), partial, order, starts, vectors, grad, L.call.scale,
-            grad.shape[1], self.count * TILE, shares, blocks, *L.ends[n], *vectors.stride()[:2], *grad.stride(), D=L.d,
-            N=16 * warps, ENDS=ends, num_warps=warps,
+            sum_rows, grad.shape[:2], partial, order, starts, sums, grad, L.call.scale, grad.shape[1], count, shares,
+            *L.ends[n], *grad.stride(), D=L.d, N=16 * warps, ENDS=parts is not None, PIECES=PIECES, num_warps=warps,
         )  # fmt: skip
 
 
