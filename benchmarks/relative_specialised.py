@@ -23,7 +23,7 @@ from relative_cases import BRAIN, HALF, sizes, timed_call
 SHAPES = {
     128: {"2x128": (2, 128, 3, 240), "2x128 ordered": (2, 128, 3, 240, True), "3x64": (3, 64, 4, 160),
           "2x128 resident": (2, 128, 3, 240, False, True), "3x64 ordered": (3, 64, 4, 160, True),
-          "2x128 two stages": (2, 128, 2, 240)},
+          "2x128 two stages": (2, 128, 2, 240), "2x128 resident two stages": (2, 128, 2, 240, False, True)},
     64: {"3x128": (3, 128, 4, 160), "3x128 ordered": (3, 128, 4, 160, True), "2x128": (2, 128, 4, 240),
          "2x128 ordered": (2, 128, 4, 240, True), "3x128 resident": (3, 128, 4, 160, False, True)},
 }  # fmt: skip
@@ -37,12 +37,13 @@ CHECKS = [
     ("none", "causal", HALF, dict(N=1100)), ("t5", "none", HALF, dict(N=1500, Tk=1100, offset=100)),
     ("t5", "none", HALF, dict(N=8192, B=1, H=1)),
 ]  # fmt: skip
-PLAIN, MASKED = (0, 1, 2), ("2x128", "2x128 ordered")
+PLAIN, MASKED = (0, 1, 2), ("2x128", "2x128 ordered", "2x128 resident")
 """The checks of every shape, and the shapes that have all of them and are timed under a mask."""
 
 CELLS = [("t5", 128, 8192, False), ("t5", 64, 8192, False), ("none", 128, 8192, False), ("none", 64, 8192, False),
          ("t5", 128, 2048, False), ("t5", 64, 2048, False), ("none", 128, 2048, False), ("none", 64, 2048, False),
-         ("t5", 128, 8192, True), ("t5", 64, 8192, True)]  # fmt: skip
+         ("t5", 128, 8192, True), ("t5", 64, 8192, True),
+         ("t5", 128, 1024, False), ("none", 128, 1024, False), ("none", 128, 512, False)]  # fmt: skip
 """(case, width, tokens, causal), the most important first."""
 
 CHECK_SECONDS, CELL_SECONDS = 15, 30
