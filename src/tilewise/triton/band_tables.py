@@ -31,6 +31,9 @@ with one and 1.982 with four, Transformer-XL's, where diagonals are of unequal l
 SLOTS = {True: 264, False: 2112}
 """Likewise ↦ programs; where there are fewer diagonals, their row blocks are shared out to as many."""
 
+STAGES = 4
+"""Of the tiles that such a program reads."""
+
 PIECES = 32
 """Sums into which the summands of an end row are shared out first: with one program for all, Shaw's backward at 128
 tokens took 0.422 ms for 0.243."""
@@ -291,7 +294,7 @@ class Diagonals:
             collect_tiles, (cdiv(self.count, width), heads, self.shares), dg, x.x, v, partial,
             L.ranges(self.keyed), x.strides, head_v, f0, f1, L.B, G, self.blocks, self.tiles,
             L.Tk if self.keyed else L.Tq, self.first, self.count, self.per, *self._band(L, self.keyed), L.mask.batch,
-            D=L.d, T=TILE, W=width, BIASED=biased, SIDES=L.sides, RANGED=L.mask.ranged, STAGES=4, num_warps=4,
+            D=L.d, T=TILE, W=width, BIASED=biased, SIDES=L.sides, RANGED=L.mask.ranged, STAGES=STAGES, num_warps=4,
         )  # fmt: skip
 
     def finish(self, partial: Tensor, parts: Tensor | None, grad: Tensor) -> None:
