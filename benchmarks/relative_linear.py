@@ -29,19 +29,18 @@ CASES = ("shaw", "deberta", "txl")
 VARIANTS = {
     "as committed": {},
     "3 queries' stages": {"QUERIES_ALONE": (3, None)},
-    "540 MiB of dG": {"BUDGET": 540 << 20},
-    "1 diagonal at once": {"AT_ONCE": {True: 1, False: 1}, "SLOTS": {True: 1056, False: 2112}},
-    "2 diagonals at once": {"AT_ONCE": {True: 2, False: 2}, "SLOTS": {True: 264, False: 528}},
-    "3 programs an SM": {"STAGES": 3, "SLOTS": {True: 396, False: 2112}},
-    "4 diagonals at once": {"AT_ONCE": {True: 4, False: 4}, "SLOTS": {True: 264, False: 528}},
+    "1 GiB of dG": {"BUDGET": 1 << 30},
+    "1 diagonal at once": {"AT_ONCE": {True: 1, False: 1}},
+    "2 diagonals at once": {"AT_ONCE": {True: 2, False: 2}},
+    "2 programs an SM": {"STAGES": 4, "SLOTS": {True: 264, False: 2112}},
     "wide": {"WIDTHS": (64, 128)},
 }
 TRIED = [
     ("shaw", "3 queries' stages", (4096, 2048)),
-    *(("deberta", f"{n} at once", (8192, 2048)) for n in ("1 diagonal", "4 diagonals")),
-    *(("txl", f"{n} diagonals at once", (8192, 2048)) for n in (2, 4)),
-    *((case, "3 programs an SM", (8192, 2048)) for case in ("deberta", "txl")),
-    ("txl", "540 MiB of dG", (8192,)),
+    ("deberta", "1 diagonal at once", (8192, 2048)),
+    ("txl", "2 diagonals at once", (8192, 2048)),
+    *((case, "2 programs an SM", (8192, 2048)) for case in ("deberta", "txl")),
+    ("txl", "1 GiB of dG", (8192, 2048)),
 ]
 """Variants of the backward beside the committed one, and the lengths at which they are another one."""
 

@@ -127,6 +127,7 @@ GRADIENTS = {
     "query-gradients-long-queries": lambda: call_of(["query"], NEAR, 260, 70),
     "query-gradients-bf16": lambda: call_of(["query"], NEAR, 200, dtype=BRAIN),
     "query-gradients-short": lambda: call_of(["query"], BUCKETS, 100, B=2),
+    "query-gradients-reached": lambda: call_of(["query"], rows.clipped(-70, 60), 100, H=2, shared=True),
     "query-gradients-none": lambda: call_of(["query"], rows.windowed(-3, 2), 200),
     "both-gradients": lambda: call_of(["query", "key"], NEAR, 200),
     "both-gradients-long": lambda: call_of(["query", "key"], BUCKETS, 330),

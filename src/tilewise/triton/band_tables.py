@@ -28,15 +28,20 @@ AT_ONCE = {True: 2, False: 1}
 of the bytes that pass the L2 cache two save a quarter. DeBERTa's backward at 2,048 tokens took 1.915 ms with two, 1.983
 with one and 1.982 with four, Transformer-XL's, where diagonals are of unequal lengths, 1.870, 1.845 and 1.951."""
 
-SLOTS = {True: 264, False: 2112}
+SLOTS = {True: 396, False: 2112}
 """Likewise ↦ programs; where there are fewer diagonals, their row blocks are shared out to as many."""
 
-STAGES = 4
-"""Of the tiles that such a program reads."""
+SHARES = 16
+"""At most: each is a vector of every offset more to read. At 128 tokens 44 of them cost Transformer-XL's backward 0.05
+of 0.29 ms."""
+
+STAGES = 3
+"""Of the tiles that such a program reads, so that an SM runs three: 4.252 ms for 4.319 with four stages and two
+programs (DeBERTa's backward at 8,192 tokens)."""
 
 PIECES = 32
-"""Sums into which the summands of an end row are shared out first: with one program for all, Shaw's backward at 128
-tokens took 0.422 ms for 0.243."""
+"""Sums into which the summands of an end row are shared out first. With one program for all of them Shaw's backward
+took 1.047 ms for 0.965 at 2,048 tokens, 0.478 for 0.401 at 512."""
 
 
 @triton.jit(do_not_specialize=["f0", "f1", "H", "B", "G", "blocks", "tiles", "rows", "first", "count", "per", "offset",
@@ -269,7 +274,7 @@ class Diagonals:
         """Into how many sums the row blocks of a head are shared out: whole sequences, or no fewer than four blocks."""
         L = self.L
         programs = cdiv(self.count, AT_ONCE[L.sides]) * self.heads
-        return max(1, min(SLOTS[L.sides] // programs, L.B * self.blocks // 4 if L.sides else L.B))
+        return max(1, min(SLOTS[L.sides] // programs, SHARES, L.B * self.blocks // 4 if L.sides else L.B))
 
     @property
     def per(self) -> int:
@@ -317,17 +322,19 @@ class Diagonals:
         merged = L.H if shared else 1
         shares, count = merged * self.shares, self.count * TILE
         order, starts = _by_row(rows, start, step, count, grad.shape[1], L.device)
-        sums = partial
-        if parts is not None:
+        # Where no tile is saturated, a table a head has few summands even there.
+        ends = max(L.ends[n]) >= 0 and (parts is not None or shared)
+        sums, vectors, blocks = (partial, partial, 0) if parts is None else (partial, parts, parts.shape[1] * merged)
+        if ends:
             sums = torch.empty(grad.shape[0], 2, PIECES, L.d, dtype=torch.float32, device=L.device)
             launch(
-                sum_ends, (grad.shape[0], 2, PIECES), partial, order, starts, parts, sums, count, shares,
-                parts.shape[1] * merged, *L.ends[n], *parts.stride()[:2], D=L.d, N=64, num_warps=4,
+                sum_ends, (grad.shape[0], 2, PIECES), partial, order, starts, vectors, sums, count,
+                shares, blocks, *L.ends[n], *vectors.stride()[:2], D=L.d, N=64, num_warps=4,
             )  # fmt: skip
         warps = 8 if shared else 1
         launch(
             sum_rows, grad.shape[:2], partial, order, starts, sums, grad, L.call.scale, grad.shape[1], count, shares,
-            *L.ends[n], *grad.stride(), D=L.d, N=16 * warps, ENDS=parts is not None, PIECES=PIECES, num_warps=warps,
+            *L.ends[n], *grad.stride(), D=L.d, N=16 * warps, ENDS=ends, PIECES=PIECES, num_warps=warps,
         )  # fmt: skip
 
 

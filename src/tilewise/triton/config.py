@@ -23,10 +23,10 @@ OVERLAPPED = True
 """Whether scores with at most a number an offset take the Hopper forward that forms exponentials beside the products
 (:mod:`.overlapped`)."""
 
-SPECIALISED: dict[int, int] = {128: 1024}
+SPECIALISED: dict[int, int] = {128: 512}
 """Head width ↦ keys from which such calls take the forward with a warp for copies and groups of warps that share tiles
 (:mod:`.specialised`) instead; widths that are not here never do. T5 took 1.411 ms for 1.752 at 8,192 tokens and width
-128, 0.404 for 0.474 at 2,048; at width 64 0.941 for 0.906 and 0.278 for 0.258."""
+128, 0.404 for 0.474 at 2,048, and no term 0.118 for 0.140 at 512; at width 64 0.941 for 0.906 and 0.278 for 0.258."""
 
 
 @dataclass(frozen=True)

@@ -28,10 +28,11 @@ from .terms import Skewed, skewed_band, skewed_edge
 
 __all__ = ["backward", "unplanned", "unsuited"]
 
-BUDGET = 1 << 30
-"""Bytes of dG at once: at 8,192 keys without saturated tiles, three times as many query blocks as an H200 runs at once
-(two on each of 132 SMs) need 798 MiB. In larger shares the passes end together less often: Transformer-XL's backward
-took 6.81 ms there, 7.26 with 540 MiB."""
+BUDGET = 540 << 20
+"""Bytes of dG at once: at 8,192 keys without saturated tiles, twice as many query blocks as an H200 runs at once (two
+on each of 132 SMs) need 532 MiB. In larger shares the passes end together less often: with 320 MiB Transformer-XL's
+backward took 7.45 ms there, 7.09 with these. With 1 GiB it took 6.81 and 7.09 ms in two runs, and with these 7.26 and
+7.08."""
 
 LARGEST = 4 << 30
 """Bytes of dG of one wave of row blocks, where :data:`BUDGET` is less: from 17 thousand keys on, in which bytes grow
