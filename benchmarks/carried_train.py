@@ -1,15 +1,14 @@
 """Do carried scores learn better? A small decoder on real text, two baselines, each with and without a carry.
 
     python benchmarks/prepare_text.py --out out/text
-    python benchmarks/carried_train.py --data out/text --out out/carried_train --tokens 2097152 --processes 12
+    python benchmarks/carried_train.py --data out/text --out out/carried_train --tokens 2097152 --processes 16
 
 `window`: every layer sees 128 keys back and gates its output, element by element. `hidden`: full attention whose keys
 and values are projected, in groups of four layers, from the hidden state that enters the group (SwiftKV's
 SingleInputKV). `full`: full attention and nothing else. Then the carry: none, the sum in blocks of 2, 4 and 8 layers,
-or the running mean in blocks of 4. No variant adds a parameter to its baseline; for a seed all see the same batches.
-The recipe and the data are those of depth_train.py. results/h200/carried_train.json has the tokens above: 256 steps of
-16 sequences of 512, where depth_train.json has 32 of 256, so that the batches are others; without `--tokens` a run is
-half as long again.
+or their running mean. No variant adds a parameter to its baseline; for a seed all see the same batches. The recipe, the
+data and the batches are those of depth_train.py: the tokens above are 256 steps of 16 sequences of 512; without
+`--tokens` a run is half as long again.
 
 With `--processes` the variants are trained side by side, a process each, seed after seed: their speeds do not compare,
 and a run that is cut short has all variants of fewer seeds. Each writes OUT/<variant>.json after every run, and nothing
@@ -47,7 +46,7 @@ CARRIES = {
     "sum2": {"layers": 2},
     "sum4": {"layers": 4},
     "sum8": {"layers": 8},
-    "mean4": {"layers": 4, "scaling": "mean"},
+    **{f"mean{n}": {"layers": n, "scaling": "mean"} for n in (2, 4, 8)},
 }
 VARIANTS = [f"{base}-{carry}" for base in ("window", "hidden") for carry in CARRIES] + ["full-none", "full-sum4"]
 SIZES = {"width": 256, "layers": 8, "heads": 4, "kv-heads": 2, "hidden": 704}

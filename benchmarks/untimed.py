@@ -31,7 +31,7 @@ PARTS: dict[str, dict[str, list[str]]] = {
         "relative": [*PYTHON, "relative_all.py", "{out}", "--seconds", "{run}", "--only", "check,sanitizer"],
     },
     "train": {
-        "carried": [*PYTHON, "carried_train.py", "--data", "../out/text", "--out", "{out}", "--processes", "12",
+        "carried": [*PYTHON, "carried_train.py", "--data", "../out/text", "--out", "{out}", "--processes", "16",
                     "--tokens", "{tokens}", "--seconds", "{run}"],
         "depth": [*DEPTH, "{out}", "train={run}"],
     },
