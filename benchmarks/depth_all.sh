@@ -7,7 +7,7 @@
 # stopped, prints the log's end, and never stops the next one; the exit status is 1 if one failed. `set` needs the
 # packages of tools/peers.txt (and einops) on PYTHONPATH and vLLM's operator at $VLLM; `train` needs out/text from
 # prepare_text.py. set and slow share OUT/depth.json, and go on from what it has. FLAGS are further options of the set's
-# run, PYTHON the interpreter, TOKENS the budget of a training run, COMMIT the commit where there is no repository.
+# run, PYTHON the interpreter, TOKENS the budget of a training run, COMMIT the commit where it is not the repository's.
 set -u
 out=$1
 shift

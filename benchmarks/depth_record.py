@@ -1,17 +1,11 @@
 """Where a record of the depth benchmarks comes from: GPU, versions, commit."""
 
-import os
-
 from tilewise.bench.records import environment
 
 __all__ = ["where"]
 
 
 def where(device: str, part: str, **options) -> dict:
-    """As a run of `tilewise bench` records it, without its key; the options are those of the measurement.
-
-    A copy of the sources without its repository has no commit: $COMMIT names it then.
-    """
+    """As a run of `tilewise bench` records it, without its key; the options are those of the measurement."""
     found = environment(part, "depth", device, ("torch", "triton"), options)
-    found["commit"] = found["commit"] or os.environ.get("COMMIT")
     return {name: found[name] for name in found if name not in ("record", "run", "set")}

@@ -119,7 +119,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=400, help="nothing begins later than this")
     options = parser.parse_args()
     until, dtype = time.time() + options.seconds, getattr(torch, options.dtype)
-    settings = {name: str(value) if isinstance(value, Path) else value for name, value in vars(options).items()}
+    settings = {name: value for name, value in vars(options).items() if name != "out"}
     packages = ("torch", "triton", "transformers")
     records = [environment("drop_ins", "drop-ins", options.device, packages, settings)]
     for name in options.models:

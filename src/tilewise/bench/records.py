@@ -45,9 +45,13 @@ def _version(package: str) -> str | None:
 
 
 def _commit() -> str | None:
+    """What $COMMIT says, else the repository's commit, with "-dirty" where files differ from it."""
+    if named := os.environ.get("COMMIT"):
+        return named[:12]
     root = Path(__file__).parent
+    describe = ["git", "describe", "--always", "--exclude=*", "--abbrev=12", "--dirty"]
     try:
-        shown = subprocess.run(["git", "rev-parse", "--short=12", "HEAD"], cwd=root, capture_output=True, text=True)
+        shown = subprocess.run(describe, cwd=root, capture_output=True, text=True)
     except FileNotFoundError:
         return None
     return shown.stdout.strip() if shown.returncode == 0 else None
