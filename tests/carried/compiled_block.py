@@ -14,24 +14,30 @@ from tilewise.carried.llama import CarriedLlama, LlamaOptions
 from tilewise.carried.triton import launch
 
 GPU = sys.argv[1:] == ["cuda"]
-SIZES = {"d": 64, "dtype": torch.bfloat16, "device": "cuda"} if GPU else {"dtype": torch.float32}
-OPTIONS = {"impl": "triton", "windows": 200} if GPU else {"impl": "blocked", "tile": 16, "windows": 20}
-PLANS = ("recompute", "mixed", "stored") if GPU else ("recompute", "mixed")
+GPU_OPTIONS, GPU_WIDTH, GPU_LENGTHS = {"impl": "triton", "windows": 200}, 64, (300, 520)
+GPU_PLANS = ("recompute", "mixed", "stored")
+SIZES = {"d": GPU_WIDTH, "dtype": torch.bfloat16, "device": "cuda"} if GPU else {"dtype": torch.float32}
+OPTIONS = GPU_OPTIONS if GPU else {"impl": "blocked", "tile": 16, "windows": 20}
+PLANS = GPU_PLANS if GPU else ("recompute", "mixed")
 # In bf16 a product that Inductor forms may be rounded elsewhere than the eager one.
 TOLERANCE = {"rtol": 2e-2, "atol": 2e-2} if GPU else {"rtol": 1e-6, "atol": 1e-6}
+
+
+def layers_of(plan):
+    return 4 if plan == "mixed" else 2
 
 
 def check(plan):
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    layers = 4 if plan == "mixed" else 2
+    layers = layers_of(plan)
     config = CarriedConfig(layers=layers, plan=plan, **OPTIONS)
 
     @torch.compile(fullgraph=True, dynamic=True, backend="inductor" if GPU else "aot_eager")
     def block(q, k, v):
         return run(config, q, k, v)
 
-    for T in (300, 520) if GPU else (37, 81):
+    for T in GPU_LENGTHS if GPU else (37, 81):
         q, k, v = inputs(layers=layers, T=T, **SIZES)
         weights = [torch.randn_like(o) for o in q]
         eager, compiled = run(config, q, k, v), block(q, k, v)
@@ -84,10 +90,11 @@ def check_model(plan):
     print(f"model-{plan}:{torch._dynamo.utils.counters['stats']['unique_graphs']}")
 
 
-torch.manual_seed(0)
-for plan in PLANS:
-    check(plan)
-if not GPU:
-    for plan in ("recompute", "mixed", "stored", "auto"):
-        check_model(plan)
-    check_that_the_kernels_conditions_can_be_traced()
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    for plan in PLANS:
+        check(plan)
+    if not GPU:
+        for plan in ("recompute", "mixed", "stored", "auto"):
+            check_model(plan)
+        check_that_the_kernels_conditions_can_be_traced()

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
+import compiled_block
 import pytest
 import torch
 from carried_cases import CarriedConfig, dense, grads_of, inputs, promoted, run
@@ -241,6 +242,17 @@ def very_long(plan):
     return causal(plan, T=17000)
 
 
+class Compiled(NamedTuple):
+    """The eager blocks of compiled_block.py, whose kernels are the compiled ones'."""
+
+    def launch(self):
+        for plan in compiled_block.GPU_PLANS:
+            layers = compiled_block.layers_of(plan)
+            config = CarriedConfig(layers=layers, plan=plan, **compiled_block.GPU_OPTIONS)
+            for T in compiled_block.GPU_LENGTHS:
+                Block(config, T=T, layers=layers, d=compiled_block.GPU_WIDTH).launch()
+
+
 LAUNCHED = {
     "test_smoke": lambda name: case(*SMOKE[name]),
     "test_smoke_layers_without_a_carry": layers_without_a_carry,
@@ -253,6 +265,7 @@ LAUNCHED = {
     "test_eight_layers_are_stored": eight_layers,
     "test_bitwise_repeatable": lambda name, plan: case(name, BF16, plan),
     "test_packed_elements_beyond_32_bits": very_long,
+    "test_compiled_blocks": Compiled,
 }
 """Test ↦ what it launches, from its parameters."""
 

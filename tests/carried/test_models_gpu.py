@@ -1,5 +1,7 @@
 """A whole model on the Triton kernels on a CUDA device, in bf16: its cache against its forward pass, checkpointing."""
 
+from typing import NamedTuple
+
 import pytest
 import torch
 
@@ -11,15 +13,58 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 PLANS = ("recompute", "stored", "mixed")
 DEVICE, IMPL, DTYPE = "cuda", "triton", torch.bfloat16
 SIZES = {"vocabulary": 256, "width": 256, "layers": 6, "heads": 4, "kv_heads": 2, "hidden": 384}
-LAUNCHED: dict = {}
-"""Models compile what they launch themselves: a few kernels, of 64 wide heads."""
 
 
-def model_of(impl=None, dtype=None, checkpointed=False, **options):
+def model_of(impl=None, dtype=None, checkpointed=False, device=None, **options):
     torch.manual_seed(0)
     carried = CarriedConfig(impl=impl or IMPL, **options)
     model = CarriedLlama(LlamaOptions(carried=carried, **SIZES), checkpointed=checkpointed)
-    return model.to(DEVICE, dtype or DTYPE)
+    return model.to(device or DEVICE, dtype or DTYPE)
+
+
+class Generation(NamedTuple):
+    """Prefill in chunks, then token by token, and one forward pass over all tokens."""
+
+    windows: tuple | None
+
+    def results(self, model, device):
+        """All tokens, those generated, their logits from one pass and from the cache."""
+        prompt, count = torch.randint(256, (2, 300), device=device), 24
+        with torch.no_grad():
+            new = model.generate(prompt, count, chunk=130)
+            tokens = torch.cat([prompt, new], 1)
+            whole, cache = model(tokens), KeyValueCache(tokens.shape[1])
+            parts = [*prompt.split(130, 1), *new.split(1, 1)]
+            cached = torch.cat([model(part, cache=cache) for part in parts], 1)
+        assert new.shape == (2, count)
+        return tokens, new, whole, cached
+
+    def launch(self):
+        self.results(model_of(windows=self.windows, device="cpu"), "cpu")
+
+
+class Training(NamedTuple):
+    """A loss and its gradients, checkpointed and not."""
+
+    plan: str
+
+    def results(self, device):
+        tokens = torch.randint(256, (2, 301), device=device)
+        for checkpointed in (False, True):
+            model = model_of(checkpointed=checkpointed, plan=self.plan, device=device)
+            loss = model.loss(tokens)
+            yield [loss.detach(), *torch.autograd.grad(loss, list(model.parameters()))]
+
+    def launch(self):
+        for _ in self.results("cpu"):
+            pass
+
+
+LAUNCHED = {
+    "test_a_cached_generation_is_the_forward_pass": Generation,
+    "test_a_checkpointed_model_has_the_same_gradients": Training,
+}
+"""Test ↦ what it launches, from its parameters."""
 
 
 def distance(a, b):
@@ -34,30 +79,20 @@ def test_a_cached_generation_is_the_forward_pass(windows):
     exact = model_of("reference", windows=windows)
     exact.load_state_dict(model.state_dict())
     exact.double()
-    prompt, count = torch.randint(256, (2, 300), device=DEVICE), 24
+    tokens, new, whole, cached = Generation(windows).results(model, DEVICE)
     with torch.no_grad():
-        new = model.generate(prompt, count, chunk=130)
-        tokens = torch.cat([prompt, new], 1)
-        whole, cache = model(tokens), KeyValueCache(tokens.shape[1])
-        parts = [*prompt.split(130, 1), *new.split(1, 1)]
-        cached = torch.cat([model(part, cache=cache) for part in parts], 1)
         true = exact(tokens)
-    assert new.shape == (2, count)
     assert cached.shape == whole.shape == true.shape
     assert distance(whole, true) < 0.03
     assert distance(cached, true) <= 1.5 * distance(whole, true)
-    seen = whole[:, prompt.shape[1] - 1 : -1].float()
+    seen = whole[:, -new.shape[1] - 1 : -1].float()
     apart = (whole.float() - cached.float()).abs().max()
     assert (seen.amax(-1) - seen.gather(-1, new[..., None])[..., 0]).max() <= 2 * apart
 
 
 @pytest.mark.parametrize("plan", [*PLANS, "auto"])
 def test_a_checkpointed_model_has_the_same_gradients(plan):
-    tokens, results = torch.randint(256, (2, 301), device=DEVICE), []
-    for checkpointed in (False, True):
-        model = model_of(checkpointed=checkpointed, plan=plan)
-        loss = model.loss(tokens)
-        results.append([loss.detach(), *torch.autograd.grad(loss, list(model.parameters()))])
+    results = list(Training(plan).results(DEVICE))
     assert torch.equal(results[0][0], results[1][0])
     for a, b in zip(*results, strict=True):
         assert a.isfinite().all()

@@ -37,6 +37,24 @@ def loops(code: list[str]) -> list[list[str]]:
     return found
 
 
+def unordered_words(code: list[str]) -> list[str]:
+    """Accesses to the bytes that tell waiting warps what to run which no barrier of all warps separates.
+
+    Stores come before such a barrier, loads behind it; all else that is stored to shared memory are matrices.
+    """
+    bad, whole = [], re.compile(r"BAR\.SYNC\S* 0x1$")
+    for n, line in enumerate(code):
+        if re.match(r"STS(\.64)? ", line):
+            found = next((x for x in code[n + 1 :] if x.startswith(("BAR", "LDS", "BRA", "EXIT"))), "")
+        elif line.startswith("LDS.U8"):
+            found = next((x for x in reversed(code[:n]) if x.startswith(("BAR", "STS", "BRA"))), "")
+        else:
+            continue
+        if not whole.match(found):
+            bad.append(line)
+    return bad
+
+
 def described(made) -> dict:
     ptx, cubin = made.asm["ptx"], made.asm["cubin"]
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -50,6 +68,8 @@ def described(made) -> dict:
         "shared": made.metadata.shared, "warps": made.metadata.num_warps, "asked": sorted(asked), **resources(cubin),
         "local": [line for turn in turns for line in turn if line.startswith(("LDL", "STL"))],
         "exponentials": [sum("MUFU.EX2" in line for line in turn) for turn in turns], "touched": touched(code),
+        "words": sum(bool(re.match(r"STS(\.64)? |LDS", line)) for line in code),
+        "unordered_words": unordered_words(code),
         "freed": len(re.findall(r"mbarrier\.arrive\.(?!expect)", ptx)),
     }  # fmt: skip
 

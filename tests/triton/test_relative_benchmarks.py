@@ -186,7 +186,8 @@ def test_shares_are_watched_by_every_tool(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
     found = relative_memcheck.watch(["memcheck", "racecheck"], 2, time.time() + 60, tmp_path / "all.json")
     assert [(each["tool"], each["shard"], each["ok"]) for each in found] == [
-        ("memcheck", 0, True), ("memcheck", 1, True), ("racecheck", 0, False), ("racecheck", 1, False)
+        ("memcheck", 0, True), ("memcheck", 1, True), ("memcheck", "hand-over", True), ("racecheck", 0, False),
+        ("racecheck", 1, False), ("racecheck", "hand-over", False)
     ]  # fmt: skip
     assert "--shard 1/2" in (tmp_path / "all_racecheck_1.log").read_text()
 

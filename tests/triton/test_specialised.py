@@ -61,9 +61,25 @@ def test_compiled_for_hopper():
     assert min(line["exponentials"]) >= 64
     assert line["shared"] <= 232448
     assert line["warps"] == 4 * groups + 4
+    # Two stores (what to run, and that all is done) and a load.
+    assert line["words"] == 3
+    assert line["unordered_words"] == []
     # The producer's, and the groups'.
     assert line["asked"][0] == 24
     assert {2: 240, 3: 160}[groups] in line["asked"]
+
+
+def test_an_access_without_a_barrier_shows():
+    import compiled_specialised
+
+    store, load, whole, part = (
+        "STS.64 [UR4+0x38140], R4",
+        "LDS.U8 R4, [R4]",
+        "BAR.SYNC.DEFER_BLOCKING 0x1",
+        "BAR.SYNC 0x0, 0x80",
+    )
+    assert compiled_specialised.unordered_words([store, whole, load, "EXIT"]) == []
+    assert compiled_specialised.unordered_words([whole, part, load, "BRX R4", store, part, whole]) == [load, store]
 
 
 def test_calls_that_take_it(monkeypatch):
