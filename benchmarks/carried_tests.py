@@ -20,12 +20,17 @@ from dataclasses import dataclass, field
 from multiprocessing import forkserver
 from pathlib import Path
 
-__all__ = ["Launched", "collect", "get_ready", "run"]
+__all__ = ["Launched", "collect", "get_ready", "in_order", "run"]
 
 ROOT = Path(__file__).resolve().parent.parent
 FILES = tuple(ROOT / f"tests/carried/test_{name}_gpu.py" for name in ("kernels", "models"))
 PROCESSES = 6
 """That run tests: each makes a CUDA context, one after another, and then mostly waits for the GPU."""
+
+LONGEST = (
+    "test_compiled_blocks", "test_a_cached_generation", "test_a_checkpointed_model", "test_packed_elements", "test_4096"
+)  # fmt: skip
+"""How the names begin of tests that take longest, longest first; Inductor's come before all others."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +42,7 @@ class Launched:
     params: dict = field(hash=False)
 
     def run(self) -> None:
-        """Nothing where the test is none of kernels."""
+        """Nothing where the test launches no kernel."""
         if str(FILES[0].parent) not in sys.path:
             sys.path.insert(0, str(FILES[0].parent))
         for file in FILES:
@@ -84,17 +89,39 @@ class _Outcomes:
         if report.when == "call" or report.outcome != "passed":
             why = str(report.longrepr)[-1500:] if report.failed else ""
             row = {"test": report.nodeid.split("::")[-1], "when": report.when, "outcome": report.outcome,
-                   "seconds": report.duration, "why": why}  # fmt: skip
+                   "seconds": report.duration, "why": why, "process": os.getpid()}  # fmt: skip
             with self.path.open("a") as file:
                 file.write(json.dumps(row) + "\n")
 
 
-def _process(names: list[str], path: Path) -> None:
+class _InTurn:
+    """Instead of all tests one after another, runs the next of a list that other processes take from, too."""
+
+    def __init__(self, names: list[str], taken) -> None:
+        self.names, self.taken = names, taken
+
+    def _next(self) -> str | None:
+        with self.taken.get_lock():
+            n = self.taken.value
+            self.taken.value += 1
+        return self.names[n] if n < len(self.names) else None
+
+    def pytest_runtestloop(self, session) -> bool:
+        items = {item.nodeid: item for item in session.items}
+        while (name := self._next()) is not None:
+            session.config.hook.pytest_runtest_protocol(item=items[name], nextitem=None)
+        return True
+
+
+def _process(names: list[str], taken, path: Path, root: Path) -> None:
+    os.chdir(root)
+    # Inductor's pool of compilers would be one a process.
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
     import pytest
 
-    os.chdir(ROOT)
+    options = ["-q", "--tb=short", "-o", "addopts=", "-p", "no:cacheprovider", "--no-header", f"--rootdir={root}"]
     with (path.with_suffix(".log")).open("w") as log, contextlib.redirect_stdout(log):
-        pytest.main([*names, "-q", "--tb=short", "-p", "no:cacheprovider", "--no-header"], plugins=[_Outcomes(path)])
+        pytest.main([*names, *options], plugins=[_Outcomes(path), _InTurn(names, taken)])
 
 
 def get_ready():
@@ -106,33 +133,54 @@ def get_ready():
     return context
 
 
-def run(context, jobs: list[Launched], left: Callable[[], float], say: Callable, count: int = PROCESSES) -> list[dict]:
-    """Deal the tests to processes; one record of each test.
+def in_order(names: list[str]) -> list[str]:
+    """The longest tests first, the others as they are."""
+
+    def rank(name: str) -> int:
+        function = name.split("::")[-1]
+        return next((n for n, start in enumerate(LONGEST) if function.startswith(start)), len(LONGEST))
+
+    return sorted(names, key=rank)
+
+
+def run(
+    context, jobs: list[Launched], left: Callable[[], float], say: Callable, count: int = PROCESSES, root: Path = ROOT
+) -> list[dict]:
+    """Run the tests in processes that each take the next one when they are done with one; one record of each test.
 
     Args:
         context: of :func:`get_ready`.
         jobs: the tests.
-        left: seconds until those that still run are stopped.
+        left: seconds until all that still run are stopped.
         say: takes a line.
         count: processes.
+        root: the folder that the tests' names begin at.
     """
-    names, folder, start = [job.test for job in jobs], Path(tempfile.mkdtemp()), time.time()
-    count = min(count, len(names))
-    processes = [context.Process(target=_process, args=(names[n::count], folder / f"{n}.json")) for n in range(count)]
+    names, folder, start = in_order([job.test for job in jobs]), Path(tempfile.mkdtemp()), time.time()
+    count, taken = min(count, len(names)), context.Value("i", 0)
+    files = [folder / f"{n}.json" for n in range(count)]
+    processes = [context.Process(target=_process, args=(names, taken, file, root)) for file in files]
     for process in processes:
         process.start()
+    end = time.time() + left()
     for process in processes:
-        process.join(max(1.0, left()))
-    for process in processes:
-        if process.is_alive():
-            process.kill()
-            process.join()
-    rows = [json.loads(line) for n in range(count) for line in _lines(folder / f"{n}.json")]
+        process.join(max(0.0, end - time.time()))
+    late = [process for process in processes if process.is_alive()]
+    for process in late:
+        process.kill()
+    for process in late:
+        process.join()
+    rows = [json.loads(line) for file in files for line in _lines(file)]
     failed = [r for r in rows if r["outcome"] == "failed"]
     for r in failed[:8]:
         say("failed:", r["test"], r["why"][-500:])
     passed, skipped = (sum(r["outcome"] == outcome for r in rows) for outcome in ("passed", "skipped"))
-    missing = sorted({name.split("::")[-1] for name in names} - {r["test"] for r in rows})
+    ended = {r["test"] for r in rows}
+    missing = [name for name in (name.split("::")[-1] for name in names) if name not in ended]
+    for r in sorted(rows, key=lambda r: -r["seconds"])[:5]:
+        say(f"{r['seconds']:6.1f} s  {r['outcome']:7s} {r['test']}")
+    for name in missing[:8]:
+        say("not run:", name)
     say(f"tests: {passed} of {len(names)} passed, {len(failed)} failed, {skipped} skipped, {len(missing)} not run, "
         f"{time.time() - start:.0f} s in {count} processes")  # fmt: skip
     return rows + [{"test": name, "outcome": "not run"} for name in missing]

@@ -1,15 +1,19 @@
 """The GPU programs' lists of kernels to compile beforehand, and what their results say of the plans' order."""
 
 import json
+import multiprocessing
 import sys
+import time
 import warnings
 from argparse import Namespace
 from pathlib import Path
 from statistics import median
 from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 import test_kernels_gpu
+import test_models_gpu
 import torch
 
 from tilewise.bench import carried_systems, runner, worker
@@ -128,9 +132,106 @@ def test_blocks_find_their_kernels_compiled(monkeypatch, programs, label):
     assert needed <= listed
 
 
-def test_every_gpu_test_says_what_it_launches():
-    names = {name for name in vars(test_kernels_gpu) if name.startswith("test_")}
-    assert names == {*test_kernels_gpu.LAUNCHED, "test_uninitialised_memory_is_nan", "test_compiled_blocks"}
+@pytest.mark.parametrize("module", [test_kernels_gpu, test_models_gpu])
+def test_every_gpu_test_says_what_it_launches(module):
+    names = {name for name in vars(module) if name.startswith("test_")}
+    assert names - {"test_uninitialised_memory_is_nan"} == set(module.LAUNCHED)
+
+
+@pytest.mark.parametrize(
+    ("function", "params", "kernels"),
+    [
+        ("test_a_cached_generation_is_the_forward_pass", {"windows": None}, {"attend", "decode_keys", "join_splits"}),
+        ("test_a_checkpointed_model_has_the_same_gradients", {"plan": "mixed"}, {"attend", "keys_gradient"}),
+        ("test_compiled_blocks", {}, {"attend", "keys_gradient", "row_shift"}),
+    ],
+)
+def test_kernels_of_models_and_compiled_blocks_are_compiled_beforehand(programs, function, params, kernels):
+    blocks, names = programs[0], set()
+    launched = programs[1].carried_tests.Launched("", function, params)
+    blocks._launches(launched, lambda kernel, *_, **__: names.add(kernel.fn.__name__))
+    assert kernels <= names
+
+
+class Clock:
+    now = 0.0
+
+    def time(self):
+        return self.now
+
+
+class Hanging:
+    """A process that never ends by itself; waiting for it passes the clock's time."""
+
+    made: ClassVar[list] = []
+
+    def __init__(self, clock, **_):
+        self.clock, self.alive, self.waited = clock, False, []
+        self.made.append(self)
+
+    def start(self):
+        self.alive = True
+
+    def join(self, timeout=None):
+        assert timeout is not None or not self.alive
+        self.clock.now += timeout or 0.0
+
+    def is_alive(self):
+        return self.alive
+
+    def kill(self):
+        self.alive = False
+
+
+@pytest.mark.parametrize("count", [1, 12])
+def test_processes_have_one_limit_together(monkeypatch, programs, count):
+    """However many hang: joined one after another with a second each, 12 took 12 s more than they had."""
+    tests, clock = programs[1].carried_tests, Clock()
+    monkeypatch.setattr(tests, "time", clock)
+    context = SimpleNamespace(Process=lambda **given: Hanging(clock, **given), Value=lambda *_: None)
+    jobs = [tests.Launched(f"file::test_{n}", "test", {}) for n in range(20)]
+    rows = tests.run(context, jobs, lambda: 30.0 - clock.now, lambda *_: None, count)
+    assert clock.now == 30.0
+    assert [row["outcome"] for row in rows] == ["not run"] * 20
+
+
+def test_what_has_ended_is_reported_when_others_are_stopped(monkeypatch, programs, tmp_path):
+    """Two tests that hang, named as the longest are, hold up one process each; the third runs all others."""
+    tests, folder = programs[1].carried_tests, tmp_path / "outcomes"
+    folder.mkdir()
+    (tmp_path / "test_hang.py").write_text(
+        "import time\n"
+        "def test_quick_1(): pass\n"
+        "def test_quick_2(): assert False, 'seen'\n"
+        "def test_quick_3(): pass\n"
+        "def test_4096_x(): time.sleep(3600)\n"
+        "def test_compiled_blocks(): time.sleep(3600)\n"
+    )
+    names = ["quick_1", "quick_2", "quick_3", "4096_x", "compiled_blocks"]
+    jobs = [tests.Launched(f"test_hang.py::test_{name}", name, {}) for name in names]
+    assert [name.split("_")[-1] for name in tests.in_order([job.test for job in jobs])] == [
+        "blocks",
+        "x",
+        "1",
+        "2",
+        "3",
+    ]
+    monkeypatch.setattr(tests.tempfile, "mkdtemp", lambda: str(folder))
+    said = []
+
+    def left():
+        while sum(len(tests._lines(path)) for path in folder.glob("*.json")) < 3:
+            time.sleep(0.05)
+        return 0.0
+
+    rows = tests.run(multiprocessing.get_context("spawn"), jobs, left, lambda *words: said.append(" ".join(words)), 3,
+                     tmp_path)  # fmt: skip
+    found = {row["test"]: row["outcome"] for row in rows}
+    assert found == {"test_quick_1": "passed", "test_quick_2": "failed", "test_quick_3": "passed",
+                     "test_4096_x": "not run", "test_compiled_blocks": "not run"}  # fmt: skip
+    assert "seen" in said[0]
+    assert sum("test_quick" in line and " s " in line for line in said) == 3
+    assert "2 of 5 passed, 1 failed, 0 skipped, 2 not run" in said[-1]
 
 
 @pytest.mark.parametrize("name", ["parts", "documents"])
