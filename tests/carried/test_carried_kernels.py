@@ -148,7 +148,7 @@ def test_tiles_divide_a_packed_tile(width, bytes_, tile):
     [("stored", 4, (8, 17)), ("mixed", 4, (9, 20)), ("recompute", 4, (14, 38)), ("recompute", 1, (2, 5))],
 )
 def test_matrix_products_of_a_plan(monkeypatch, plan, layers, expected):
-    """Read from the launches of a block, forward and backward: what docs/carried.md counts."""
+    """Read from the launches of a block, forward and backward: what docs/carried-measured.md counts."""
     passes: dict[str, int] = {"attend": 0, "backward": 0}
 
     def count(kernel, grid, *args, **meta):
