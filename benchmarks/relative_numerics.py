@@ -29,7 +29,10 @@ from tilewise.testing import CASES, Sizes
 
 DTYPES = ("float16", "bfloat16", "float32", "float32-tf32")
 COMMON = ("t5", "shaw", "deberta_v3", "transformer_xl")
-MECHANISMS = {**{name: PUBLISHED[name] for name in COMMON}, **{n: CASES[n] for n in ("alibi", "wavlm", "inkling")}}
+MECHANISMS = {
+    **{name: PUBLISHED[name] for name in COMMON}, **{n: CASES[n] for n in ("alibi", "wavlm", "inkling", "vits")},
+    "shaw_values": CASES["shaw"],
+}  # fmt: skip
 RUNS = {
     "tilewise": tuple(MECHANISMS),
     "eager": COMMON,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from ..terms import Port, lower
 from ..testing import Case, Sizes
@@ -65,7 +66,7 @@ def dense_attention(
     Gradients of tables and sums over blocks are accumulated in fp32 (fp64 for fp64 inputs) and rounded once.
 
     Args:
-        case: its terms are scalar, query-side and key-side ones.
+        case: its terms are scalar, query-side, key-side and value-side ones.
         sizes: Tq = Tk and Hk = H.
         inputs: by name, as :meth:`tilewise.testing.Case.inputs` gives them.
         upstream: dO.
@@ -120,7 +121,12 @@ def _block(
 
     q, k, v = leaf(outer[0], part), leaf(outer[1], (bs, hs)), leaf(outer[2], (bs, hs))
     S = q @ k.mT
-    biases, wanted, targets = [], [q, k, v], [(lowered[0], part), (lowered[1], (bs, hs)), (lowered[2], (bs, hs))]
+    biases, values, wanted, targets = (
+        [],
+        [],
+        [q, k, v],
+        [(lowered[0], part), (lowered[1], (bs, hs)), (lowered[2], (bs, hs))],
+    )
     place = 3
     for port, row, gradient in zip(ports, rows, by_offset, strict=True):
         of = slice(None) if port.table.shape[0] == 1 else hs
@@ -144,12 +150,15 @@ def _block(
             case "scalar":
                 bias = _by_key(table.flip(1)[:, None].expand(-1, R, -1).contiguous(), R)
                 biases.append(bias if left is None else bias * left[..., None])
-            case kind:
-                raise ValueError(f"the oracle has no {kind!r} terms; expected 'query', 'key' or 'scalar'")
+            case "value":
+                values.append(table.flip(1))
     S = S * scale
     for bias in biases:
         S = S + bias
-    o = S.softmax(-1) @ v
+    P = S.softmax(-1)
+    o = P @ v
+    for table in values:
+        o = o + _by_offset(P) @ table
     for (target, at), g in zip(targets, torch.autograd.grad(o, wanted, upstream[part]), strict=True):
         target[at] += g
     return o.detach()
@@ -161,6 +170,14 @@ def _by_key(Z: Tensor, R: int) -> Tensor:
     if R == 1:
         return Z
     return Z.flatten(-2)[..., R - 1 : R - 1 + R * (W - 1)].unflatten(-1, (R, W - 1))[..., : W - R + 1]
+
+
+def _by_offset(P: Tensor) -> Tensor:
+    """[…, R, N] by key ↦ […, R, N + R − 1] by descending offset: out[r, R − 1 − r + j] = P[r, j], else 0."""
+    R, N = P.shape[-2:]
+    if R == 1:
+        return P
+    return pad(pad(P, (0, R - 2)).flatten(-2), (R - 1, 1)).unflatten(-1, (R, N + R - 1))
 
 
 def _by_query(Z: Tensor, R: int) -> Tensor:
