@@ -205,7 +205,7 @@ def test_memory_checks_can_be_compiled_beforehand(noted):
     [
         ("check", 21), ("time", "none", 256), ("scaling", "t5", 256), ("ablation", "kept", "shaw", 512),
         ("memcheck", 2, "keep"), ("numerics", "alibi", "float32-tf32", 128),
-        ("tune", "forward", "t5", (64, 64, 4, 3, 2), 512), ("extra", 0),
+        ("numerics", "shaw_values", "float16", 300), ("tune", "forward", "t5", (64, 64, 4, 3, 2), 512), ("extra", 0),
         ("linear", "time", 512, 64, "shaw", True, "3 queries' stages"),
         ("linear", "time", 512, 64, "txl", False, "as committed"),
         ("linear", "check", *relative_linear_checks.checks(("banded",))[0]),

@@ -121,12 +121,8 @@ def _block(
 
     q, k, v = leaf(outer[0], part), leaf(outer[1], (bs, hs)), leaf(outer[2], (bs, hs))
     S = q @ k.mT
-    biases, values, wanted, targets = (
-        [],
-        [],
-        [q, k, v],
-        [(lowered[0], part), (lowered[1], (bs, hs)), (lowered[2], (bs, hs))],
-    )
+    biases, values, wanted = [], [], [q, k, v]
+    targets = [(lowered[0], part), (lowered[1], (bs, hs)), (lowered[2], (bs, hs))]
     place = 3
     for port, row, gradient in zip(ports, rows, by_offset, strict=True):
         of = slice(None) if port.table.shape[0] == 1 else hs
