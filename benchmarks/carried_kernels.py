@@ -300,7 +300,7 @@ def main() -> None:
     if "tests" in args.stages:
         args.context = carried_tests.get_ready()
         args.found = compiler.pool.apply(carried_tests.collect, (args.select,))
-    prepare(compiler, [*args.found, *jobs_of(args)], min(3600.0, 0.6 * args.until))
+    prepare(compiler, [*args.found, *jobs_of(args)], min(3600.0, 0.7 * args.until))
     compiler.close()
     wrong = 0
     for n, stage in enumerate(args.stages):
