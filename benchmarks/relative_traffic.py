@@ -120,7 +120,7 @@ def _hopper(kernel: str, a: dict, programs: int, windows: dict[int, float]) -> t
         return windows.get(_key(a["dg"]), 0.0), _size(a["out"])
     # Partial sums of every offset, in fp32, and of every block what it adds to end rows.
     if kernel == "sum_ends":
-        return _size(a["parts"]), _size(a["sums"])
+        return _size(a["parts"]) if a["blocks"] else 0.0, _size(a["sums"])
     return _size(a["partial"]) + (_size(a["sums"]) if kernel == "sum_rows" and a["ENDS"] else 0.0), _size(a["grad"])
 
 

@@ -92,6 +92,16 @@ def test_the_fewest_bytes_of_the_hopper_kernels():
     assert forward["attend_overlapped"]["fewest_written"] / MiB == pytest.approx(q + 0.75)
 
 
+@pytest.mark.parametrize(("N", "saturated"), [(512, True), (128, False)])
+def test_the_fewest_bytes_of_end_rows(N, saturated):
+    rows = traffic.planned(*timed_call("shaw", N, "meta"), "backward")
+    (ends,) = [row for row in rows if row["kernel"] == "sum_ends"]
+    # What saturated tiles add: of 12 heads of 16,384 tokens, for every block of 64 two vectors of 64 numbers in fp32.
+    assert ends["fewest_read"] == (12 * 16384 // 64 * 2 * 64 * 4 if saturated else 0)
+    # One table for all heads: 32 sums for each of two rows.
+    assert ends["fewest_written"] == 2 * 32 * 64 * 4
+
+
 def test_marks_stand_between_the_calls():
     rows = [{"kernel": k} for k in ("prepare", "attend", traffic.MARK, "attend", f"void {traffic.MARK}(long)", "fold")]
     assert [[r["kernel"] for r in call] for call in traffic.by_call(rows)] == [["prepare", "attend"], ["attend"]]
