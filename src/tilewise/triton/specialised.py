@@ -49,7 +49,7 @@ class Shape:
     resident: bool = False
 
 
-SHAPES = {(64, False): Shape(3, 128, 4, 160), (64, True): Shape(2, 128, 4, 240), 
+SHAPES = {(64, False): Shape(3, 128, 4, 160), (64, True): Shape(2, 128, 4, 240),
           (128, False): Shape(2, 128, 3, 240, resident=True), (128, True): Shape(2, 128, 3, 240)}  # fmt: skip
 """(width, whether entries are masked) ↦ shape. Masks need more registers than three groups can have."""
 
