@@ -49,7 +49,8 @@ def resources(kernel, grid, *args, **meta):
     register = sum(" : tensor<" in x for x in dots)
     shape = " ".join(f"{name} {meta[key]}" for name, key in SHAPE.items() if key in meta)
     used = f"registers {registers} spills {spills} shared {compiled.metadata.shared} wgmma {mma}"
-    print(f"  {kernel.fn.__name__}: {shape} {used} dots {len(dots)} left {register}", flush=True)
+    centred = " centred" if meta.get("CENTRE") else ""
+    print(f"  {kernel.fn.__name__}: {shape} {used} dots {len(dots)} left {register}{centred}", flush=True)
 
 
 def layer(plan, index, *, T=4096, H=20, Hk=4, d=128, forward=True, **options):

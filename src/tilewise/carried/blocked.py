@@ -60,11 +60,11 @@ def backward(
     dO: Tensor, q: list[Tensor], k: list[Tensor], v: Tensor, O: Tensor, lse: Tensor, gain: list[Tensor],
     centre: list[Tensor], bounds: Tensor, rows: Tensor, columns: Tensor, z: Tensor | None, z_is_own: bool,
     e: Tensor | None, read_e: bool, write_e: bool, push: bool, sink: Tensor | None, seed: Tensor | None, opt: Options,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """dQ, dK, dV, dβ and dsink; dQ, dK and dβ of every summed layer if `push`, else of the last, stacked in front.
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:  # fmt: skip
+    """dQ, dK, dV, dβ [n, H] and dsink [H]; the last two are None without gains, without a sink.
 
-    Pushed dQ and dK are fp32 (fp64 for fp64): other layers' are added to them. Gradients are [B, T, heads, d] in
-    memory.
+    If `push`, dQ and dK [n, …] of every summed layer, in fp32 (fp64 for fp64): other layers' are added to them; else
+    those of the last. Gradients are [B, T, heads, d] in memory. dβ is of as many layers.
 
     `z` holds this layer's own scores if `z_is_own`, else the carry that enters the first summed layer. `e` is the
     gradient of the carry: read (E_{i+1}, what the next layer asks of this layer's scores) and overwritten by what this
@@ -111,12 +111,14 @@ def backward(
                 E = E.masked_fill(~row.seen[j - 1], 0.0)
         if write_e:
             row.write(e, E)
-    dsink = dv.new_zeros(0)
+    dsink = None
     if sink is not None:
         share = (sink.to(real)[:, None] - lse).exp().masked_fill(torch.isinf(lse), 0.0)
         dsink = -(share * delta).sum((0, 2))
+    if not push:
+        dq, dk = dq[0], dk[0]
     kept = real if push else v.dtype
-    return _by_token(dq, kept), _by_token(dk, kept), _by_token(dv, v.dtype), dgain, dsink
+    return _by_token(dq, kept), _by_token(dk, kept), _by_token(dv, v.dtype), dgain if gain else None, dsink
 
 
 class _Row:

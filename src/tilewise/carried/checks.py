@@ -33,14 +33,15 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor) -> None:
         if x.device != q.device:
             raise ValueError(f"{name} is on {x.device}; expected {q.device}, where q is")
     B, H, Tq, d = q.shape
-    Hk, Tk = k.shape[1:3]
-    if k.shape[0] != B or k.shape[3] != d:
+    Bk, Hk, Tk, dk = k.shape
+    Bv, Hv, Tv, dv = v.shape
+    if Bk != B or dk != d:
         raise ValueError(f"k has shape {tuple(k.shape)}; expected [{B}, Hk, Tk, {d}] to fit q {tuple(q.shape)}")
     if Hk == 0 or H % Hk:
         raise ValueError(f"k has {Hk} heads; expected a divisor of q's {H}")
-    if tuple(v.shape[:3]) != (B, Hk, Tk):
+    if Bv != B or Hv != Hk or Tv != Tk:
         raise ValueError(f"v has shape {tuple(v.shape)}; expected [{B}, {Hk}, {Tk}, d_v] to fit k {tuple(k.shape)}")
-    if 0 in (B, H, Tq, Tk, d, v.shape[3]):
+    if 0 in (B, H, Tq, Tk, d, dv):
         raise ValueError(f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}: expected no empty dimension")
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from ..mask import UNBOUNDED, Mask
 from .config import CarriedConfig
 
-__all__ = ["LayerTiles", "TileLayout", "by_token"]
+__all__ = ["LayerTiles", "TileLayout", "by_token", "room"]
 
 
 class LayerTiles:
@@ -219,12 +219,17 @@ def _with_factor(shown: Tensor) -> tuple[Tensor, Tensor]:
 
 def by_token(like: Tensor, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
     """Room for […, heads, T, d] that is […, T, heads, d] in memory."""
+    return like.new_empty_strided(*room(*shape), dtype=dtype or like.dtype)
+
+
+def room(*shape: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shape and strides of […, heads, T, d] that is […, T, heads, d] in memory."""
     *outer, heads, T, d = shape
     strides, size = [T * heads * d], T * heads * d
     for n in outer[:0:-1]:
         size *= n
         strides.insert(0, size)
-    return like.new_empty_strided(shape, (*strides, d, heads * d, 1), dtype=dtype or like.dtype)
+    return shape, (*strides, d, heads * d, 1)
 
 
 def _intervals(mask: Mask, Tq: int, Tk: int, offset: int, device: torch.device | str) -> tuple[Tensor, Tensor]:

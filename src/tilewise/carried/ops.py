@@ -50,7 +50,10 @@ def _forward(*args):
 
 def _backward(*args):
     *tensors, impl = args
-    return run_backward(impl, tensors[:-_NUMBERS], Options.of(tensors[-_NUMBERS:]))
+    *made, dgain, dsink = run_backward(impl, tensors[:-_NUMBERS], Options.of(tensors[-_NUMBERS:]))
+    # Operators return tensors: empty ones where there is no gain or sink.
+    H, lse = made[0].shape[-3], tensors[5]
+    return (*made, lse.new_empty(0, H) if dgain is None else dgain, lse.new_empty(0) if dsink is None else dsink)
 
 
 def run_forward(impl: str, args: Sequence, options: Options) -> tuple[Tensor, Tensor]:
@@ -64,8 +67,10 @@ def run_forward(impl: str, args: Sequence, options: Options) -> tuple[Tensor, Te
         return host(*args, options)
 
 
-def run_backward(impl: str, args: Sequence, options: Options) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The operator's own work."""
+def run_backward(
+    impl: str, args: Sequence, options: Options
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+    """The operator's own work, with None where it has an empty tensor to return."""
     host = _kernels(impl).backward
     kind = args[0].device.type
     if not torch.is_autocast_enabled(kind):
@@ -93,7 +98,7 @@ def _backward_fake(
     real = torch.float64 if v.dtype == torch.float64 else torch.float32
     dgain = v.new_empty(n if gain else 0, H, dtype=real)
     dsink = v.new_empty(0 if sink is None else H, dtype=real)
-    dq, dk = (by_token(x, n, *x.shape, dtype=real if push else x.dtype) for x in (q[-1], k[-1]))
+    dq, dk = (by_token(x, n, *x.shape, dtype=real) if push else by_token(x, *x.shape) for x in (q[-1], k[-1]))
     return dq, dk, by_token(v, *v.shape), dgain, dsink
 
 
@@ -140,13 +145,14 @@ def attend(
     meet, and every backward starts from its own. `edges` are :func:`gradient_edge` of all of q, then of all of k, where
     gradients are pushed.
     """
-    # Dynamo takes no object of ours as an argument, and eager mode pays for every number of a list.
-    plain = _untraced(v)
-    return _Layer.apply(
-        call if plain else (*call._replace(options=tuple(call.options)),), plain, tuple(shape),
-        (len(q), len(gain), len(centre), len(edges)), token, v, sink, seed, bounds, rows, columns, z_in, z_out,
-        *q, *k, *gain, *centre, *edges,
-    )  # fmt: skip
+    plain, constants = _untraced(v), (bounds, rows, columns, z_in, z_out, seed, *centre)
+    given = (tuple(shape), (len(q), len(gain), len(edges)))
+    if plain:
+        # What gets no gradient autograd need not look at, 0.6 us a tensor.
+        return _Layer.apply((call, *given, constants), token, v, sink, *q, *k, *gain, *edges)
+    # Dynamo takes no object of ours as an argument, and no tensor in a tuple.
+    call = (*call._replace(options=tuple(call.options)),)
+    return _Layer.apply((call, *given, None), token, v, sink, *q, *k, *gain, *edges, *constants)
 
 
 def _untraced(x: Tensor) -> bool:
@@ -165,27 +171,17 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 
 class _Layer(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx, call, plain, shape, counts, token, v, sink, seed, bounds, rows, columns, z_in, z_out, *tensors
-    ):  # fmt: skip
-        call = call if plain else LayerCall(*call)
-        n, n_gain, n_centre, _ = counts
-        q, k, gain, centre, _ = _split(tensors, n, n, n_gain, n_centre)
+    def forward(ctx, given, token, v, sink, *tensors):
+        call, shape, counts, constants = given
+        n, n_gain, n_edges = counts
+        q, k, gain, _, rest = _split(tensors, n, n, n_gain, n_edges)
+        plain = constants is not None
+        if not plain:
+            call, constants = LayerCall(*call), rest
+        bounds, rows, columns, z_in, z_out, seed, *centre = constants
         m = call.forward
-        args = (
-            q[-m:],
-            k[-m:],
-            v,
-            gain[-m:],
-            centre[-m:],
-            _last(bounds, m),
-            rows,
-            z_in,
-            z_out,
-            call.accumulate,
-            sink,
-            seed,
-        )
+        args = (q[-m:], k[-m:], v, gain[-m:], centre[-m:], _last(bounds, m), rows, z_in, z_out, call.accumulate, sink,
+                seed)  # fmt: skip
         if plain:
             O, lse = run_forward(call.impl, args, call.options_of(m))
         else:
@@ -196,14 +192,16 @@ class _Layer(torch.autograd.Function):
         ctx.save_for_backward(
             v, O, lse, _last(bounds, m), rows, columns, z, sink, seed, *kept[0], *kept[1], *kept[2], *kept[3]
         )  # fmt: skip
-        ctx.given = (call if plain else tuple(call), plain, shape, counts, [len(x) for x in kept], token is not None)
+        others = 0 if plain else len(rest)
+        ctx.given = (call if plain else tuple(call), plain, shape, counts, [len(x) for x in kept], token is not None,
+                     others)  # fmt: skip
         ctx.set_materialize_grads(False)
         return O, v.new_empty(1, dtype=call.grad_dtype).expand(shape) if call.links else None
 
     @staticmethod
     @once
     def backward(ctx, dO, e):
-        call, plain, shape, (n, n_gain, n_centre, n_edges), counts, write_e = ctx.given
+        call, plain, shape, (n, n_gain, n_edges), counts, write_e, others = ctx.given
         call = call if plain else LayerCall(*call)
         v, O, lse, bounds, rows, columns, z, sink, seed, *rest = ctx.saved_tensors
         q, k, gain, centre, _ = _split(rest, *counts)
@@ -222,12 +220,15 @@ class _Layer(torch.autograd.Function):
         else:
             numbers = _listed(call.options_of(m))
             dq, dk, dv, dgain, dsink = torch.ops.tilewise.carried_backward.default(*args, *numbers, call.impl)
-        dgain = [g.to(b.dtype) for g, b in zip(dgain, gain[len(gain) - len(dgain) :], strict=True)]
-        own = [*_filled(dq, n), *_filled(dk, n)]
-        dsink = None if sink is None else dsink.to(sink.dtype)
+        gains = []
+        if gain:
+            gains = [g.to(b.dtype) for g, b in zip(dgain, gain[len(gain) - len(dgain) :], strict=True)]
+        each = (dq.unbind(), dk.unbind()) if call.push else ((dq,), (dk,))
+        own = [*_filled(each[0], n), *_filled(each[1], n)]
         return (
-            *(None,) * 4, e if write_e else None, dv, dsink, *(None,) * 6, *([None] * (2 * n) if n_edges else own),
-            *_filled(dgain, n_gain), *(None,) * n_centre, *(own if n_edges else ()),
+            None, e if write_e else None, dv, None if sink is None else dsink.to(sink.dtype),
+            *([None] * (2 * n) if n_edges else own), *_filled(gains, n_gain), *(own if n_edges else ()),
+            *(None,) * others,
         )  # fmt: skip
 
 

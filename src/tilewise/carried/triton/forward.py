@@ -13,6 +13,7 @@ from .tiles import (
     load_gains,
     load_packed,
     load_shifts,
+    shifts_of,
     softmax_argument,
     store_packed,
     summed,
@@ -73,14 +74,17 @@ def _keys(acc, l, m, q, k, sk, v, sv, z_in, z_out, gains, shifts, bounds, seed, 
 
 
 @triton.jit(do_not_specialize=RUNTIME)
-def attend(q0, q1, q2, q3, k0, k1, k2, k3, v, o, lse, z_in, z_out, gains, shifts, bounds, rows, sink, seed, sq, sk, sv,
-           so, B, H, G, Tq, Tk, M, slots, back, scale, bend, drop, inverse, D: tl.constexpr, DV: tl.constexpr,
+def attend(q0, q1, q2, q3, k0, k1, k2, k3, v, o, lse, z_in, z_out, gains, shifts, q, bounds, rows, sink, seed, sq, sk,
+           sv, so, B, H, G, Tq, Tk, M, slots, back, scale, bend, drop, inverse, D: tl.constexpr, DV: tl.constexpr,
            BD: tl.constexpr, BV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, S: tl.constexpr, DTYPE: tl.constexpr,
            TOP: tl.constexpr, ENTERS: tl.constexpr, WRITES: tl.constexpr, COUNT: tl.constexpr, GAIN: tl.constexpr,
-           CENTRE: tl.constexpr, ROUND: tl.constexpr, UNIFORM: tl.constexpr, BATCHED: tl.constexpr,
-           CLOSED: tl.constexpr, SOFTCAP: tl.constexpr, SINK: tl.constexpr, DROPOUT: tl.constexpr, TMA: tl.constexpr,
-           STAGES: tl.constexpr):  # fmt: skip
-    """O and lse, in log2 units, of BM queries: program (block from the last, batch · heads)."""
+           CENTRE: tl.constexpr, FORMS: tl.constexpr, ROUND: tl.constexpr, UNIFORM: tl.constexpr,
+           BATCHED: tl.constexpr, CLOSED: tl.constexpr, SOFTCAP: tl.constexpr, SINK: tl.constexpr,
+           DROPOUT: tl.constexpr, TMA: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
+    """O and lse, in log2 units, of BM queries: program (block from the last, batch · heads).
+
+    FORMS: `shifts` is k̄ of the one layer that is summed, and its queries' shifts are formed here, from the pointer q.
+    """
     # The last rows of a causal matrix have the most keys: they start first.
     i0 = (tl.num_programs(0) - 1 - tl.program_id(0)) * BM
     bh = tl.program_id(1)
@@ -98,9 +102,14 @@ def attend(q0, q1, q2, q3, k0, k1, k2, k3, v, o, lse, z_in, z_out, gains, shifts
     base = base_of(rows, tm, back, CLOSED)
     lo, hi = bounds_of(bounds, COUNT - 1 if not UNIFORM else 0, b, i, B, Tq, BATCHED)
 
-    q = load_each((q0, q1, q2, q3), sq, b, h, i0, Tq, D, BM, BD, COUNT, TMA)
+    each_q = load_each((q0, q1, q2, q3), sq, b, h, i0, Tq, D, BM, BD, COUNT, TMA)
     each_gain = load_gains(gains, h, H, COUNT, GAIN)
-    each_shift = load_shifts(shifts, bh, i, B * H, Tq, COUNT, CENTRE)
+    if FORMS:
+        # Loaded again, by the pointer: a tile that also feeds register arithmetic would leave shared memory.
+        shift = shifts_of(q, shifts, sq, b, h, hk, H // G, i0, Tq, D, BM, BD)
+        each_shift = (shift, shift, shift, shift)
+    else:
+        each_shift = load_shifts(shifts, bh, i, B * H, Tq, COUNT, CENTRE)
     acc = tl.zeros([BM, BV], tl.float32)
     l = tl.zeros([BM], tl.float32)
     # Finite, so that rows whose first tiles are masked do not meet −∞ − (−∞).
@@ -121,10 +130,11 @@ def attend(q0, q1, q2, q3, k0, k1, k2, k3, v, o, lse, z_in, z_out, gains, shifts
         if part == 2:
             a = last
             e = own_end
-        acc, l, m = _keys(acc, l, m, q, (k0, k1, k2, k3), sk, v, sv, z_in, z_out, each_gain, each_shift, bounds, seed,
-                          lo, hi, b, bh, hk, B, i0, tm, base, before, before_end, a * S, tl.minimum(e * S, Tk), Tq, Tk,
-                          slots, scale, bend, drop, D, DV, BD, BV, BM, BN, S, DTYPE, TOP, ENTERS, WRITES, COUNT, GAIN,
-                          CENTRE, ROUND, UNIFORM, BATCHED, SOFTCAP, DROPOUT, part != 1, TMA, STAGES)  # fmt: skip
+        acc, l, m = _keys(acc, l, m, each_q, (k0, k1, k2, k3), sk, v, sv, z_in, z_out, each_gain, each_shift, bounds,
+                          seed, lo, hi, b, bh, hk, B, i0, tm, base, before, before_end, a * S, tl.minimum(e * S, Tk),
+                          Tq, Tk, slots, scale, bend, drop, D, DV, BD, BV, BM, BN, S, DTYPE, TOP, ENTERS, WRITES, COUNT,
+                          GAIN, CENTRE, ROUND, UNIFORM, BATCHED, SOFTCAP, DROPOUT, part != 1, TMA,
+                          STAGES)  # fmt: skip
     empty = l == 0.0
     l = tl.where(empty, 1.0, l)
     scaled = acc / l[:, None]

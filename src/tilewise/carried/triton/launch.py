@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton
 from torch import Tensor
@@ -110,11 +112,15 @@ def forward(
     slots = 1 if packed is None else packed.shape[2]
     facts = _facts(q, k, v, gain, centre, bounds, rows, 0, slots, opt)
     x = forward_of(facts, entering is not None, z_out is not None, sink is not None)
-    O = by_token(v, x.B, x.H, x.Tq, x.dv)
+    O = v.new_empty_strided(*x.room)
     lse = torch.empty(x.B, x.H, x.Tq, dtype=torch.float32, device=v.device)
+    if x.forms:
+        centred = centre[0].float().contiguous(), q[0]
+    else:
+        centred = x.shifts(q, centre) if centre else None, None
     x.attend(
-        *four(x.q, q), *four(x.k, k), x.v(v), O, lse, x.z(entering), x.z(z_out), _gains(gain),
-        x.shifts(q, centre) if centre else None, bounds, rows, sink, seed,
+        *four(x.q, q), *four(x.k, k), x.v(v), O, lse, x.z(entering), x.z(z_out), _gains(gain), *centred, bounds, rows,
+        sink, seed,
     )  # fmt: skip
     return O, lse
 
@@ -134,7 +140,7 @@ def backward(
     dO: Tensor, q: list[Tensor], k: list[Tensor], v: Tensor, O: Tensor, lse: Tensor, gain: list[Tensor],
     centre: list[Tensor], bounds: Tensor, rows: Tensor, columns: Tensor, z: Tensor | None, z_is_own: bool,
     e: Tensor | None, read_e: bool, write_e: bool, push: bool, sink: Tensor | None, seed: Tensor | None, opt: Options,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:  # fmt: skip
     """See :func:`tilewise.carried.blocked.backward`. Where E is stored, dQ is its product with K."""
     q, k, v, do = _alike(q), _alike(k), _readable(v), _readable(dO)
     centre = [] if z_is_own else centre
@@ -146,12 +152,10 @@ def backward(
     if e is None:
         e = torch.empty(x.parts.planes, x.parts.slots, opt.tile, opt.tile, dtype=v.dtype, device=v.device)
     fp32 = {"dtype": torch.float32, "device": v.device}
-    n = len(q) - x.first
-    dq = by_token(v, n, x.B, x.H, x.Tq, x.d, dtype=torch.float32 if push else v.dtype)
-    dk = by_token(v, n, x.B, x.Hk, x.Tk, x.d, dtype=dq.dtype)
-    dv = by_token(v, x.B, x.Hk, x.Tk, x.dv)
-    made_k = [dk[t] if x.G == 1 else torch.empty(x.B, x.H, x.Tk, x.d, **fp32) for t in range(n - 1)]
-    made_k.append(dk[-1] if x.whole else torch.empty(x.B, x.heads, x.Tk, x.d, **fp32))
+    dq, dk, dv = (v.new_empty_strided(*room, dtype=kind) for room, kind in x.rooms)
+    each_q, each_k = (dq.unbind(), dk.unbind()) if push else ((dq,), (dk,))
+    made_k = [y if x.G == 1 else torch.empty(x.B, x.H, x.Tk, x.d, **fp32) for y in each_k[:-1]]
+    made_k.append(each_k[-1] if x.whole else torch.empty(x.B, x.heads, x.Tk, x.d, **fp32))
     made_v = dv if x.whole else torch.empty(x.B, x.heads, x.Tk, x.dv, **fp32)
     dg = torch.zeros(len(x.parts.rows), len(q), x.B, x.H, x.blocks, **fp32) if x.taking else None
     stats = torch.empty(2, x.planes, x.pad, **fp32)
@@ -159,20 +163,20 @@ def backward(
 
     x.statistics(O, do, lse, stats)
     tensors = (*four(x.q, q), *four(x.k, k), x.v(v), x.do(do), stats, x.stat(stats), x.z(z), x.e(e), made_k[-1], made_v)
-    product_e, keyed_e = x.product_e(e), x.keyed_e(e) if n > 1 else None
+    product_e, keyed_e = x.product_e(e), x.keyed_e(e) if len(each_k) > 1 else None
     for row, keys_gradient, products in x.steps:
         keys_gradient(*tensors, None if dg is None else dg[row], gains, shifts, bounds, rows, columns, seed)
         for t, queries_from_e, keys_from_e in products:
             if keys_from_e is not None:
                 keys_from_e(keyed_e, x.keyed_q(q[t]), made_k[t - x.first], gains, bounds, rows, columns)
-            queries_from_e(product_e, x.product_k(k[t]), dq[t - x.first], gains, bounds, rows)
-    _join(x, made_k, dk, made_v, dv)
+            queries_from_e(product_e, x.product_k(k[t]), each_q[t - x.first], gains, bounds, rows)
+    _join(x, made_k, each_k, made_v, dv)
     if gain and write_e:
         e.mul_(gain[-1].to(e.dtype).view(1, -1, 1, 1, 1))
-    dgain = torch.zeros(len(gain[x.first :]), x.H, **fp32) if gain else lse.new_empty(0, x.H)
+    dgain = torch.zeros(len(gain[x.first :]), x.H, **fp32) if gain else None
     for t in x.taking:
         dgain[t - x.first] = opt.scale * dg[:, t].sum((0, 1, 3))
-    dsink = lse.new_empty(0)
+    dsink = None
     if sink is not None:
         share = (sink.float()[:, None] * LOG2E - lse).exp2().masked_fill(torch.isinf(lse), 0.0)
         delta = stats[1, :, : x.Tq].view(x.B, x.H, x.Tq)
@@ -180,7 +184,7 @@ def backward(
     return dq, dk, dv, dgain, dsink
 
 
-def _join(x: Backward, made_k: list[Tensor], dk: Tensor, made_v: Tensor, dv: Tensor) -> None:
+def _join(x: Backward, made_k: list[Tensor], dk: Sequence[Tensor], made_v: Tensor, dv: Tensor) -> None:
     """Sums over the query heads of a key head, where the kernels have not written them."""
     one, two = x.sums[x.d]
     if x.G > 1:

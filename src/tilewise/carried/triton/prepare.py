@@ -16,6 +16,7 @@ from ...triton.launch import cdiv
 from ...triton.masks import dropping
 from ...triton.plan import limits_of, padded
 from ..config import Options
+from ..layout import room
 from . import settings
 from .backward import keys_from_e, keys_gradient, queries_from_e
 from .forward import attend
@@ -151,8 +152,8 @@ class _Layer:
     def shifts(self, q: list[Tensor], centre: list[Tensor]) -> Tensor:
         """What centring subtracts from the rows of every summed layer."""
         out = torch.empty(len(centre), self.B, self.H, self.Tq, dtype=torch.float32, device=self.facts.device)
-        for t, mean in enumerate(centre):
-            self.shift(q[t], mean.float().contiguous(), out[t])
+        for x, mean, each in zip(q, centre, [out] if len(centre) == 1 else out.unbind(), strict=True):
+            self.shift(x, mean.float().contiguous(), each)
         return out
 
 
@@ -162,7 +163,12 @@ def four(block: Block, tensors: list[Tensor]) -> list:
 
 
 class Forward(_Layer):
-    """The forward pass of a layer: `enters` and `writes` say which packed scores there are."""
+    """The forward pass of a layer: `enters` and `writes` say which packed scores there are.
+
+    Attributes:
+        room: shape and strides of O.
+        forms: whether the kernel forms what centring subtracts, from k̄, instead of loading it.
+    """
 
     def __init__(self, x: Facts, enters: bool, writes: bool, sink: bool) -> None:
         super().__init__(x)
@@ -170,12 +176,14 @@ class Forward(_Layer):
                               dropout=self.dropout, shared=self.shared)  # fmt: skip
         self.q, self.k, self.v = self.queries(shape.queries), self.keys(shape.keys), self.values(shape.keys)
         self.z = self.packed(self.planes * x.slots, shape.queries, shape.keys)
+        self.forms = x.centre and x.count == 1
         meta = self.common | {
             "BM": shape.queries, "BN": shape.keys, "ENTERS": enters, "WRITES": writes, "CLOSED": self.closed,
-            "SINK": sink, "TMA": self.tma, "STAGES": shape.stages, "num_warps": shape.warps,
+            "FORMS": self.forms, "SINK": sink, "TMA": self.tma, "STAGES": shape.stages, "num_warps": shape.warps,
         }  # fmt: skip
         numbers = (*self.strides, by_token(self.H, self.Tq, self.dv), *self.sizes, x.slots, self.back, *self.numbers,
                    *self.dropping)  # fmt: skip
+        self.room = room(self.B, self.H, self.Tq, self.dv)
         self.attend = Prepared(attend, (cdiv(self.Tq, shape.queries), self.planes), numbers, meta)
 
 
@@ -195,6 +203,7 @@ class Backward(_Layer):
         parts: how E is cut.
         whole: whether the pass over keys writes dK and dV as they are returned; else fp32 of `heads` heads.
         taking: layers whose gains get gradients.
+        rooms: shape and strides of dQ, dK and dV, and the dtype of each.
         steps: of each part, its part of the rows, the pass over keys, and (layer, dQ, dK or None) of every layer.
     """
 
@@ -215,6 +224,12 @@ class Backward(_Layer):
         # Sums that other programs or launches have a share in are kept in fp32.
         self.whole = (self.group or self.G == 1) and len(self.parts.rows) == 1
         self.heads = self.Hk if self.group else self.H
+        stack, kind = ((last + 1,), torch.float32) if push else ((), x.dtype)
+        self.rooms = (
+            (room(*stack, self.B, self.H, self.Tq, self.d), kind),
+            (room(*stack, self.B, self.Hk, self.Tk, self.d), kind),
+            (room(self.B, self.Hk, self.Tk, self.dv), x.dtype),
+        )  # fmt: skip
         # The first summed layer takes a carry only if one was stored.
         self.taking = [t for t in range(self.first, last + 1) if x.gain and not own and (t > 0 or enters)]
         self.pad = cdiv(self.Tq, 128) * 128

@@ -213,22 +213,29 @@ def softmax_argument(u, scale, bend, SOFTCAP: tl.constexpr):
     return u * scale, u
 
 
-@triton.jit(do_not_specialize=["H", "G", "Tq"])
-def row_shift(q, mean, out, sq, H, G, Tq, D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr):
-    """out[b, h, i] = q_i · k̄ in fp32: what centring subtracts from row i. mean is [B, H/G, D].
+@triton.jit
+def shifts_of(q, mean, sq, b, h, hk, Hk, i0, Tq, D: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr):
+    """q_i · k̄ in fp32 of BM rows: what centring subtracts from them. mean is [B, Hk, D].
 
     Any shift of a row is right, so a mean that a later key makes infinite or NaN is 0 there: rows before it stay.
     """
+    d = tl.arange(0, BD)
+    tile = load_rows(q, sq, b, h, i0, Tq, D, BM, BD, False).to(tl.float32)
+    k = tl.load(mean + (b * Hk + hk) * D + d, mask=d < D, other=0.0)
+    k = tl.where(tl.abs(k) < float("inf"), k, 0.0)
+    return tl.sum(tile * k[None, :], 1)
+
+
+@triton.jit(do_not_specialize=["H", "G", "Tq"])
+def row_shift(q, mean, out, sq, H, G, Tq, D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr):
+    """out[b, h, i] = q_i · k̄ (see :func:`shifts_of`), for kernels that meet the queries of several layers, or often."""
     i0 = tl.program_id(0) * BM
     bh = tl.program_id(1)
     b = bh // H
     h = bh % H
-    d = tl.arange(0, BD)
-    tile = load_rows(q, sq, b, h, i0, Tq, D, BM, BD, False).to(tl.float32)
-    k = tl.load(mean + (b * (H // G) + h // G) * D + d, mask=d < D, other=0.0)
-    k = tl.where(tl.abs(k) < float("inf"), k, 0.0)
     i = i0 + tl.arange(0, BM)
-    tl.store(out + tl.cast(bh, tl.int64) * Tq + i, tl.sum(tile * k[None, :], 1), mask=i < Tq)
+    shift = shifts_of(q, mean, sq, b, h, h // G, H // G, i0, Tq, D, BM, BD)
+    tl.store(out + tl.cast(bh, tl.int64) * Tq + i, shift, mask=i < Tq)
 
 
 @triton.jit(do_not_specialize=["H", "Tq", "pad", "planes"])
