@@ -7,13 +7,16 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from forked import missed_by
 from planned import passes
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 from relative_cases import timed_call
 
-from tilewise import Mask
+from tilewise import Mask, rows
+from tilewise.call import Call
+from tilewise.terms import Port
 from tilewise.triton import plan
 
 linear_backward = pytest.importorskip("tilewise.triton.linear_backward")
@@ -126,6 +129,17 @@ def test_banded_terms_can_be_left_to_the_portable_kernels(monkeypatch):
         call = timed_call(case, 128, "meta", tokens=256, H=2)[0]
         assert bool(linear_backward.unplanned(plan.Facts(call))) == (case != "txl")
         assert kernel in [name for name, _, _ in passes(call)["backward"][1]]
+
+
+@pytest.mark.parametrize(("reach", "kernel"), [(32767, "query_pass"), (32768, "grad_query")])
+def test_tables_of_more_rows_than_a_grid_has_on_its_second_axis(reach, kernel):
+    q, table = (
+        torch.empty(*shape, 64, dtype=torch.float16, device="meta") for shape in ((1, 2, 128), (2, 2 * reach + 1))
+    )
+    call = Call(q, q, q, (Port("query", rows.clipped(-reach, reach), table, None),), Mask(), 0.125, 0)
+    started = passes(call)["backward"][1]
+    assert kernel in {name for name, _, _ in started}
+    assert max(n for _, grid, _ in started for n in grid[1:]) <= 65535
 
 
 def test_the_number_of_saturated_tiles_chooses_the_kernels(monkeypatch):

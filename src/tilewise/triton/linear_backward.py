@@ -56,6 +56,10 @@ BANDED = True
 WIDTHS = (64,)
 """Widths that the passes take. At 128 a thread keeps 8 … 368 bytes in local memory, and one program fills an SM."""
 
+MOST_ROWS = 65535
+"""Rows of a table at most, but for an identity's: :func:`.band_tables.sum_rows` has them on a grid's second axis, which
+CUDA lets be no longer."""
+
 WAVE = 264
 """Row blocks that run at once at width 64; a launch takes a multiple where it can."""
 
@@ -67,6 +71,9 @@ def unplanned(F: Facts) -> list[str]:
     if not BANDED and [p.rows.kind for p in F.ports] != ["identity"]:
         return ["the terms are not one identity-mapped OnQuery, and BANDED is False"]
     reasons = unfitting(F)
+    rows = max((p.rows.size for p in F.ports if p.rows.kind != "identity"), default=0)
+    if rows > MOST_ROWS:
+        reasons.append(f"a table has {rows} rows; it takes at most {MOST_ROWS} where the map is no identity")
     if any(p.left is not None for p in F.ports) and F.sides:
         reasons.append("a left factor of its own meets saturated tiles")
     if PORTABLE_FROM is not None and len(F.ports) == 1 and F.call.options.skew == "auto":
