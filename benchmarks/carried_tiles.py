@@ -19,7 +19,7 @@ from statistics import median
 
 import torch
 import triton
-from carried_blocks import Compiler, Job, carried_block, config_of, tensors, tiles_of
+from carried_blocks import CARRIED, Compiler, Job, carried_block, config_of, tensors, tiles_of
 from carried_kernels import Clock, both_ways, environment, prepare, release, say
 from triton.compiler.errors import CompilationError
 from triton.runtime import errors
@@ -63,15 +63,15 @@ def kind_of(name: str, meta: dict) -> str | None:
     return NAMES.get(name)
 
 
-def job_of(plan: str, table: dict[str, Shape], fill: float) -> Job:
-    return Job(plan, tiles=tuple(table.items()), fill=fill)
+def job_of(plan: str, table: dict[str, Shape], fill: float, window: int | None = None) -> Job:
+    return Job(plan, tiles=tuple(table.items()), fill=fill, window=window)
 
 
 class Timer:
     """Milliseconds of every launch of a step, by kernel."""
 
-    def __init__(self) -> None:
-        self.clock = Clock()
+    def __init__(self, window: int | None = None) -> None:
+        self.clock, self.window = Clock(), window
 
     def __call__(self, plan: str, T: int, table: dict[str, Shape], fill: float, rounds: int, sleep: float) -> dict:
         found: list[tuple] = []
@@ -92,8 +92,9 @@ class Timer:
         launcher.append(timed)
         try:
             with tiles_of(job_of(plan, table, fill)):
-                layout = TileLayout(config_of(plan), T, T, device="cuda")
-                step = both_ways(carried_block(config_of(plan), q, k, v, layout), [*q, *k, *v], G)
+                config = config_of(plan, self.window)
+                layout = TileLayout(config, T, T, device="cuda")
+                step = both_ways(carried_block(config, q, k, v, layout), [*q, *k, *v], G)
                 samples: dict[str, list[float]] = {}
                 for n in range(rounds + 1):
                     found.clear()
@@ -132,17 +133,20 @@ def main() -> None:
     parser.add_argument("--sleep", type=float, default=20.0, help="ms that the GPU sleeps while the host enqueues")
     parser.add_argument("--until", type=float, default=110.0, help="seconds after which no further column begins")
     parser.add_argument("--columns", type=int, default=COLUMNS, help="of the candidates")
+    parser.add_argument("--plans", nargs="*", default=PLANS, choices=("none", *CARRIED))
+    parser.add_argument("--window", type=int, help="of all layers; default none, which is what tiles.json is made with")
     parser.add_argument("--processes", type=int)
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     compiler = Compiler(args.processes)
-    prepare(compiler, [job_of(plan, column(n), NEVER) for n in range(args.columns) for plan in PLANS], 0.6 * args.until)
-    records, timer = [], Timer()
+    jobs = [job_of(plan, column(n), NEVER, args.window) for n in range(args.columns) for plan in args.plans]
+    prepare(compiler, jobs, 0.6 * args.until)
+    records, timer = [], Timer(args.window)
     for n in range(args.columns):
         if time.time() - START > 0.85 * args.until:
             say(f"time is up before column {n}")
             break
-        for plan in PLANS:
+        for plan in args.plans:
             record = timer(plan, 8192, column(n), NEVER, args.rounds, args.sleep)
             records.append(record | {"column": n, "tiles": {k: list(s) for k, s in column(n).items()}})
             say(n, plan, record["failed"] or "", {k: round(ms, 3) for k, ms in record["ms"].items() if k in CANDIDATES})
@@ -150,7 +154,7 @@ def main() -> None:
     say("tiles:", {kind: tuple(shape) for kind, shape in picked.items()})
     release()
     left = max(5.0, args.until - (time.time() - START))
-    prepare(compiler, [job_of("none", picked, fill) for fill in (NEVER, ALWAYS)], left)
+    prepare(compiler, [job_of("none", picked, fill, args.window) for fill in (NEVER, ALWAYS)], left)
     # All heads in one launch, as where E is stored: then programs are what FILL counts.
     settings.TRANSIENT = 4 << 30
     groups = [timer("none", T, picked, fill, args.rounds, args.sleep) for T in (4096, 8192) for fill in (NEVER, ALWAYS)]
@@ -168,7 +172,7 @@ def main() -> None:
     }
     settings.use(table)
     (args.out / "tiles.json").write_text(json.dumps(table, indent=1) + "\n")
-    record = {"environment": environment(), "records": records, "grouped": groups}
+    record = {"environment": environment(), "window": args.window, "records": records, "grouped": groups}
     (args.out / "carried_tiles.json").write_text(json.dumps(record, indent=1) + "\n")
 
 

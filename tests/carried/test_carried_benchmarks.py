@@ -261,6 +261,23 @@ def test_a_gpu_test_launches_what_was_compiled(monkeypatch, programs, name):
     assert needed == listed
 
 
+def test_the_host_s_time_is_taken_of_every_plan(monkeypatch, programs):
+    """Of blocks whose launches start nothing, here by the entry that tests put on top."""
+    import carried_host
+
+    monkeypatch.setattr(launch, "refusal", lambda *_: None)
+    monkeypatch.setattr(starting, "launcher", [lambda *_, **__: None])
+    idle = []
+    found = carried_host.blocks(128, "cpu", 2, lambda: idle.append(None))
+    assert set(found) == {"none", "stored", "mixed", "auto"}
+    assert len(idle) == 5 * 4
+    found = [x for each in found.values() for x in each.values()]
+    found += carried_host.parts(128, "cpu", 2, lambda: None).values()
+    assert all(len(x) == 2 and min(x) > 0.0 for x in found)
+    assert carried_host.fastest([3.0, 1.0, 2.0]) == 1.0
+    del sys.modules["carried_host"]
+
+
 def test_queries_of_shared_keys_are_folded_as_the_model_folds_them(programs):
     """What decoding times is what CarriedLlama(keys="shared") runs: plain attention of Σ Q_j, each rounded once."""
     _, kernels = programs
