@@ -98,7 +98,7 @@ class _InTurn:
     """Instead of all tests one after another, runs the next of a list that other processes take from, too."""
 
     def __init__(self, names: list[str], taken) -> None:
-        self.names, self.taken = names, taken
+        self.names, self.taken, self.failed = names, taken, False
 
     def _next(self) -> str | None:
         with self.taken.get_lock():
@@ -106,11 +106,27 @@ class _InTurn:
             self.taken.value += 1
         return self.names[n] if n < len(self.names) else None
 
+    def pytest_runtest_logreport(self, report) -> None:
+        self.failed |= report.failed
+
     def pytest_runtestloop(self, session) -> bool:
         items = {item.nodeid: item for item in session.items}
-        while (name := self._next()) is not None:
+        # A process whose GPU context is lost would fail all that is left, faster than others can take it.
+        while not (self.failed and _lost()) and (name := self._next()) is not None:
             session.config.hook.pytest_runtest_protocol(item=items[name], nextitem=None)
         return True
+
+
+def _lost() -> bool:
+    """Whether this process's GPU context answers every call with an error of an earlier kernel."""
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_initialized():
+        return False
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError:
+        return True
+    return False
 
 
 def _process(names: list[str], taken, path: Path, root: Path) -> None:

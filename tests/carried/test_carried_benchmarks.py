@@ -195,6 +195,24 @@ def test_processes_have_one_limit_together(monkeypatch, programs, count):
     assert [row["outcome"] for row in rows] == ["not run"] * 20
 
 
+def test_a_process_that_lost_its_gpu_takes_no_more_tests(monkeypatch, programs):
+    """After a failure; one whose context is whole goes on."""
+    tests, taken = programs[1].carried_tests, multiprocessing.Value("i", 0)
+    names, run = ["a", "b", "c", "d"], []
+
+    def protocol(item, nextitem):
+        run.append(item.nodeid)
+        turn.pytest_runtest_logreport(SimpleNamespace(failed=item.nodeid == "b"))
+
+    hook = SimpleNamespace(pytest_runtest_protocol=protocol)
+    session = SimpleNamespace(items=[SimpleNamespace(nodeid=n) for n in names], config=SimpleNamespace(hook=hook))
+    for lost in (True, False):
+        monkeypatch.setattr(tests, "_lost", lambda lost=lost: lost)
+        turn = tests._InTurn(names, taken)
+        assert turn.pytest_runtestloop(session)
+        assert run == (["a", "b"] if lost else names)
+
+
 def test_what_has_ended_is_reported_when_others_are_stopped(monkeypatch, programs, tmp_path):
     """Two tests that hang, named as the longest are, hold up one process each; the third runs all others."""
     tests, folder = programs[1].carried_tests, tmp_path / "outcomes"
