@@ -25,7 +25,7 @@ PYTHON, DEPTH = [sys.executable], ["sh", str(HERE / "depth_all.sh")]
 
 PARTS: dict[str, dict[str, list[str]]] = {
     "tests": {
-        "carried": [*PYTHON, "carried_kernels.py", "--out", "{out}", "tests", "--until", "{run}", "--processes", "6"],
+        "carried": [*PYTHON, "carried_kernels.py", "--out", "{out}", "tests", "--until", "{run}", "--processes", "12"],
         "depth": [*PYTHON, "depth_tests.py", "--out", "{out}", "--until", "{run}", "--processes", "5"],
         "depth-memcheck": [*DEPTH, "{out}", "memcheck={run}"],
         "relative": [*PYTHON, "relative_all.py", "{out}", "--seconds", "{run}", "--only", "check,sanitizer"],
