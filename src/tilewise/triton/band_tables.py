@@ -192,8 +192,8 @@ def sum_ends(partial, order, starts, parts, sums, count, shares, blocks, left_ro
     tl.store(to + d, tl.sum(total, 0))
 
 
-@triton.jit(do_not_specialize=["R", "tau", "count", "shares", "left_row", "right_row"])
-def sum_rows(partial, order, starts, sums, grad, tau, R, count, shares, left_row, right_row, sh, sr, sd,
+@triton.jit(do_not_specialize=["tau", "count", "shares", "left_row", "right_row"])
+def sum_rows(partial, order, starts, sums, grad, tau, count, shares, left_row, right_row, sh, sr, sd,
              D: tl.constexpr, N: tl.constexpr, ENDS: tl.constexpr, PIECES: tl.constexpr):  # fmt: skip
     """grad[h, r] = τ · Σ of partial[h] over shares and offsets of row r, N vectors at a time; ENDS: end rows by `sums`.
 
@@ -333,7 +333,7 @@ class Diagonals:
             )  # fmt: skip
         warps = 8 if shared else 1
         launch(
-            sum_rows, grad.shape[:2], partial, order, starts, sums, grad, L.call.scale, grad.shape[1], count, shares,
+            sum_rows, grad.shape[:2], partial, order, starts, sums, grad, L.call.scale, count, shares,
             *L.ends[n], *grad.stride(), D=L.d, N=16 * warps, ENDS=ends, PIECES=PIECES, num_warps=warps,
         )  # fmt: skip
 
