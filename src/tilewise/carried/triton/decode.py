@@ -106,7 +106,9 @@ def decode_keys(q, k, v, o, m_out, l_out, z_in, z_out, gains, sink, offsets, bou
         stored = inside[:, None] & (j[None, :] < Tk)
         u = tl.dot(tile, tl.trans(kt), input_precision="ieee")
         if ENTERS:
-            u += gain[:, None] * tl.load(z_in + row[:, None] * Tk + j[None, :], mask=stored, other=0.0).to(tl.float32)
+            entered = tl.load(z_in + row[:, None] * Tk + j[None, :], mask=stored, other=0.0).to(tl.float32)
+            # Not u + …, which Triton merges into the product: every product of fp32 would round at the sum's size.
+            u = tl.fma(tl.broadcast_to(gain[:, None], u.shape), entered, u)
         seen = visible(lo, hi, j)
         if WRITES:
             z = tl.where(seen, u, 0.0)

@@ -158,8 +158,8 @@ def summed(u, q, k, gains, shifts, bounds, b, B, i, j, Tq, DTYPE: tl.constexpr, 
            UNIFORM: tl.constexpr, BATCHED: tl.constexpr, KEYED: tl.constexpr):  # fmt: skip
     """Unscaled scores of the last of COUNT layers, and the carry that entered each of four layers.
 
-    q, k, gains and shifts are tuples, an entry a layer; u is the carry that enters the first (ENTERS). A carry is the
-    accumulator that the next product adds to, so it costs no addition. Bit t of ROUND: layer t's sum is what was
+    q, k, gains and shifts are tuples, an entry a layer; u is the carry that enters the first (ENTERS). A 16-bit carry is
+    the accumulator that the next product adds to, so it costs no addition. Bit t of ROUND: layer t's sum is what was
     stored. KEYED: tiles are [keys, queries].
     """
     t0 = u
@@ -183,7 +183,11 @@ def summed(u, q, k, gains, shifts, bounds, b, B, i, j, Tq, DTYPE: tl.constexpr, 
         else:
             left = q[t]
             right = tl.trans(k[t])
-        if ENTERS or t > 0:
+        if (ENTERS or t > 0) and left.dtype == tl.float32:
+            # Added to the carry product by product, the sum of four layers has 2.5 times the error. An addition of its
+            # own would be merged into the product.
+            u = tl.fma(tl.dot(left, right, input_precision="ieee"), tl.full(u.shape, 1.0, tl.float32), u)
+        elif ENTERS or t > 0:
             u = tl.dot(left, right, u, input_precision="ieee")
         else:
             u = tl.dot(left, right, input_precision="ieee")
