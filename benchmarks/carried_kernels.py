@@ -286,7 +286,6 @@ def main() -> None:
     parser.add_argument("--until", type=float, default=1e9, help="seconds after which no further measurement begins")
     parser.add_argument("--without", nargs="*", default=[], help="variants to leave out")
     parser.add_argument("--tiles", nargs="*", default=[], type=shape_of, help="such as backward=128,64,8,2")
-    parser.add_argument("--edges", type=int, default=settings.EDGES, help="stages where the pass over keys masks")
     parser.add_argument("--table", type=Path, help="tiles.json as carried_tiles.py writes it")
     parser.add_argument("--shapes", nargs="*", default=list(SHAPES), choices=SHAPES, help="of blocks")
     parser.add_argument("--select", default="", help="tests to run, as pytest's -k")
@@ -296,7 +295,6 @@ def main() -> None:
     if args.table:
         settings.use(json.loads(args.table.read_text()))
     settings.WIDE.update(args.tiles)
-    settings.EDGES = args.edges
     compiler = Compiler(args.processes)
     args.found = []
     if "tests" in args.stages:

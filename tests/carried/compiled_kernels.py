@@ -1,7 +1,7 @@
 """Compile every kernel of the 3B model's shapes for sm_90 with no GPU.
 
-Prints registers, spilled bytes, shared memory, matrix instructions, and of the dots those whose left operand lies in
-registers.
+Prints registers, spilled bytes, shared memory, matrix instructions, tiles of exponentials, and of the dots those whose
+left operand lies in registers.
 """
 
 import re
@@ -47,8 +47,9 @@ def resources(kernel, grid, *args, **meta):
     mma = compiled.asm["ptx"].count("wgmma.mma_async")
     dots = [x for x in compiled.asm["ttgir"].splitlines() if "warp_group_dot " in x]
     register = sum(" : tensor<" in x for x in dots)
+    exps = len(re.findall(r"math\.exp2 .* tensor<\d+x\d+xf32", compiled.asm["ttgir"]))
     shape = " ".join(f"{name} {meta[key]}" for name, key in SHAPE.items() if key in meta)
-    used = f"registers {registers} spills {spills} shared {compiled.metadata.shared} wgmma {mma}"
+    used = f"registers {registers} spills {spills} shared {compiled.metadata.shared} wgmma {mma} exps {exps}"
     centred = " centred" if meta.get("CENTRE") else ""
     print(f"  {kernel.fn.__name__}: {shape} {used} dots {len(dots)} left {register}{centred}", flush=True)
 
@@ -109,6 +110,7 @@ if __name__ == "__main__":
         "third layer, mixed": dict(plan="mixed", index=2),
         "last layer": dict(plan="mixed", index=3),
         "first layer, stored": dict(plan="stored", index=0),
+        "second layer, stored": dict(plan="stored", index=1),
         "plain": dict(plan="recompute", index=0, layers=1),
         "plain, window 1024": dict(plan="recompute", index=0, layers=1, windows=1024),
         "third layer, mixed, window 1024": dict(plan="mixed", index=2, windows=1024),

@@ -171,7 +171,6 @@ SMOKE = {
     "softcap": ("mean, softcap", F16, "stored"),
     "dropout": ("dropout", BF16, "stored"),
     "registers": ("causal", BF16, "mixed", {"FILL": 0.0}),
-    "edges": ("window", BF16, "stored", {"EDGES": 2}),
     "parts": ("window", BF16, "recompute", {"TRANSIENT": 4 << 20}),
     "rows": ("documents", BF16, "recompute", {"TRANSIENT": 1 << 20, "FILL": 0.0}),
 }

@@ -175,7 +175,7 @@ def _head(dk, dv, q, kt, sq, v, do, sdo, stats, stat, pad, z, e, dg, gains, shif
           ENTERS: tl.constexpr, COUNT: tl.constexpr, GAIN: tl.constexpr, LEARNED: tl.constexpr, CENTRE: tl.constexpr,
           ROUND: tl.constexpr, UNIFORM: tl.constexpr, BATCHED: tl.constexpr, CLOSED: tl.constexpr,
           SOFTCAP: tl.constexpr, DROPOUT: tl.constexpr, READS_E: tl.constexpr, ETYPE: tl.constexpr,
-          SAID: tl.constexpr, TMA: tl.constexpr, STAGES: tl.constexpr, EDGES: tl.constexpr):  # fmt: skip
+          SAID: tl.constexpr, TMA: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
     """What one query head adds to dK and dV of a block of keys, its part of E and of dβ."""
     bh = b * H + h
     each_gain = load_gains(gains, h, H, COUNT, GAIN)
@@ -199,7 +199,7 @@ def _head(dk, dv, q, kt, sq, v, do, sdo, stats, stat, pad, z, e, dg, gains, shif
             seed, b, bh, bh - first_plane, h, B, j0, tn, a * S, tl.minimum(end * S, Tq), Tq, M, zslots, slots, start,
             back, B * H, scale, bend, factor, drop, inverse, D, DV, BD, BV, BM, BN, S, DTYPE, TOP, OWN, ENTERS,
             COUNT, GAIN, LEARNED, CENTRE, ROUND, UNIFORM, BATCHED, CLOSED, SOFTCAP, DROPOUT, READS_E, ETYPE,
-            SAID if part == 2 else SAID > 0, part != 1, TMA, STAGES if part == 1 else EDGES)  # fmt: skip
+            SAID if part == 2 else SAID > 0, part != 1, TMA, STAGES)  # fmt: skip
     for t in tl.static_range(COUNT):
         if (LEARNED >> t) & 1:
             value = d0
@@ -224,14 +224,13 @@ def keys_gradient(q0, q1, q2, q3, k0, k1, k2, k3, v, do, stats, stat, z, e, dk, 
                   ROUND: tl.constexpr, UNIFORM: tl.constexpr, BATCHED: tl.constexpr, CLOSED: tl.constexpr,
                   SOFTCAP: tl.constexpr, DROPOUT: tl.constexpr, READS_E: tl.constexpr, ETYPE: tl.constexpr,
                   SAID: tl.constexpr, GROUPED: tl.constexpr, PART: tl.constexpr, ADDS: tl.constexpr, TMA: tl.constexpr,
-                  STAGES: tl.constexpr, EDGES: tl.constexpr):  # fmt: skip
+                  STAGES: tl.constexpr):  # fmt: skip
     """dK of the last layer, dV, E and dβ for BN keys: program (block, query head, or key head where GROUPED).
 
     Planes (batch · heads) from `first_plane` on and tile rows first_row … end_row − 1 (PART: E holds these only). ADDS:
     dK and dV already hold what earlier rows gave. SAID: 1 for
     queries that see every key up to their own and whole tiles, the window where they see so many of them; 0: bounds say
     what they see. Rows before a run of whole tiles meet the diagonal alone.
-    EDGES: stages of the loops over rows before and after that run.
     """
     j0 = tl.program_id(0) * BN
     tn = j0 // S
@@ -266,13 +265,13 @@ def keys_gradient(q0, q1, q2, q3, k0, k1, k2, k3, v, do, stats, stat, z, e, dk, 
                              bounds, rows, seed, b, h, B, H, j0, tn, own, first, last, own_end, Tq, M, zslots, slots,
                              start, back, first_plane, scale, bend, factor, drop, inverse, D, DV, BD, BV, BM,
                              BN, S, DTYPE, TOP, OWN, ENTERS, COUNT, GAIN, LEARNED, CENTRE, ROUND, UNIFORM, BATCHED,
-                             CLOSED, SOFTCAP, DROPOUT, READS_E, ETYPE, SAID, TMA, STAGES, EDGES)  # fmt: skip
+                             CLOSED, SOFTCAP, DROPOUT, READS_E, ETYPE, SAID, TMA, STAGES)  # fmt: skip
     else:
         dkt, dvt = _head(dkt, dvt, (q0, q1, q2, q3), kt, sq, vt, do, sdo, stats, stat, pad, z, e, dg, gains, shifts,
                          bounds, rows, seed, b, out, B, H, j0, tn, own, first, last, own_end, Tq, M, zslots, slots,
                          start, back, first_plane, scale, bend, factor, drop, inverse, D, DV, BD, BV, BM, BN, S,
                          DTYPE, TOP, OWN, ENTERS, COUNT, GAIN, LEARNED, CENTRE, ROUND, UNIFORM, BATCHED, CLOSED,
-                         SOFTCAP, DROPOUT, READS_E, ETYPE, SAID, TMA, STAGES, EDGES)  # fmt: skip
+                         SOFTCAP, DROPOUT, READS_E, ETYPE, SAID, TMA, STAGES)  # fmt: skip
     dkt = dkt * final
     if ADDS:
         dkt += load_rows(dk, sdk, b, out, j0, Tk, D, BN, BD, False)

@@ -256,13 +256,11 @@ class Backward(_Layer):
         self.keyed_e, self.keyed_q = self._of_e(keyed), self.queries(keyed.queries)
 
         said = 0 if opt.window < 2 or self.Tq % opt.tile else 1 if opt.window >= self.Tq else opt.window
-        edges = shape.stages if not self.closed else 1 if own else min(shape.stages, settings.EDGES)
         self.meta = self.common | {
             "BM": shape.queries, "BN": shape.keys, "OWN": own, "ENTERS": enters,
             "LEARNED": sum(1 << t for t in self.taking), "READS_E": read_e,
             "CLOSED": self.closed, "ETYPE": TYPES[e[1]], "GROUPED": self.group, "SAID": said,
-            "PART": len(self.parts.rows) > 1, "TMA": self.tma, "STAGES": shape.stages, "EDGES": edges,
-            "num_warps": shape.warps,
+            "PART": len(self.parts.rows) > 1, "TMA": self.tma, "STAGES": shape.stages, "num_warps": shape.warps,
         }  # fmt: skip
         self.steps = [
             (n, self._keys(planes, rows), [self._products(t, planes, rows) for t in range(self.first, last + 1)])

@@ -56,10 +56,6 @@ WIDE: dict[str, Shape] = {}
 NARROW: dict[str, Shape] = {}
 """16-bit tiles of heads up to 64 wide."""
 
-EDGES = 1
-"""Stages of the pass over keys in a causal or windowed column's masked rows, one or two tiles, where it forms scores
-itself. Two spill 44 bytes instead of 288 without a carry (sm_90), but where scores are read 524 instead of 204."""
-
 SINGLE = Shape(32, 32, 4, 1)
 """fp32 tiles."""
 
@@ -88,7 +84,7 @@ def use(table: dict) -> None:
 
 def tuned() -> tuple:
     """All that is tuned, as it is now: what was worked out from it holds while this is the same."""
-    return FILL, TRANSIENT, EDGES, *WIDE.values(), *NARROW.values()
+    return FILL, TRANSIENT, *WIDE.values(), *NARROW.values()
 
 
 use(json.loads(Path(__file__).with_name("tiles.json").read_text()))
