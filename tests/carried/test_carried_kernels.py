@@ -43,6 +43,11 @@ def test_decode_kernel_under_the_interpreter():
     assert len(script("interpreted_decode.py", TRITON_INTERPRET="1").splitlines()) == 12
 
 
+def test_fp32_sums_of_layers_are_added_as_a_gpu_adds_them_within_the_budget():
+    lines = script("interpreted_chains.py", TRITON_INTERPRET="1").splitlines()
+    assert [x.split()[0] for x in lines] == ["recompute", "stored", "mixed"]
+
+
 def test_more_planes_than_a_grid_takes_are_refused(monkeypatch):
     monkeypatch.setattr(launch, "INTERPRETED", True)
     monkeypatch.setattr(decode.triton.knobs.runtime, "interpret", True)

@@ -1,8 +1,4 @@
-"""fp32 kernels with the products of a dot added as a GPU adds them; run by `test_depth_kernels.py` in its own process.
-
-Triton gives an fp32 dot to fused multiply-adds, each product added to the sum so far, sum of the tile before included.
-The interpreter's matrix product is more exact, so it is replaced here.
-"""
+"""fp32 kernels with the products of a dot added as a GPU adds them; run by `test_depth_kernels.py` in its own process."""
 
 import depth_dense as dense
 import numpy as np
@@ -10,28 +6,20 @@ import pytest
 import torch
 from triton.runtime import interpreter
 
+from chained_dots import chained_dots
 from quick_interpreter import quicken
 from tilewise import depth
 from tilewise.depth import reference as R
 from tilewise.depth.triton import config, launch
+from tilewise.depth.triton.phase1_bwd import weights_kernel
 from tilewise.testing import assert_within_budget
 
 quicken()
 
 
-def chain(self, a, b, c, precision, imprecise):
-    assert precision.name == "IEEE"
-    total = c.data
-    for k in range(a.data.shape[1]):
-        # A product of two fp32 numbers is exact in fp64.
-        product = a.data[:, k : k + 1].astype(np.float64) * b.data[k]
-        total = (total + product).astype(np.float32)
-    return interpreter.TensorHandle(total, c.dtype.scalar)
-
-
 @pytest.fixture(autouse=True)
 def gpu_dot(monkeypatch):
-    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", chain)
+    chained_dots(monkeypatch)
 
 
 @pytest.fixture(params=["few", "many"])
@@ -69,3 +57,31 @@ def test_gradients_of_phase1():
         "qabc", found, run(dense.phase1, torch.float32), run(R.phase1, torch.float64), strict=True
     ):
         assert_within_budget(f"d{name}", *values)
+
+
+@pytest.mark.usefixtures("tokens")
+def test_a_source_that_is_alone_has_no_gradient_of_scores():
+    """Its weight is 1 whatever its score; of 1e-7 for a query Adam would make whole steps."""
+    T, S, d = 40, 3, 64
+    v, w = torch.randn(T, d), torch.randn(S, d, requires_grad=True)
+    o1, lse = depth.phase1([v], w, impl="triton")
+    assert not torch.autograd.grad(o1, w, torch.randn(S, T, d), retain_graph=True)[0].any()
+    assert torch.autograd.grad(lse, w, torch.randn(S, T))[0].any()
+    assert not torch.autograd.grad(depth.mix([v], w[0], impl="triton"), w, torch.randn(T, d))[0].any()
+
+
+def test_a_source_that_is_alone_has_weight_one_whatever_its_lse_rounds_to(monkeypatch):
+    """A GPU forms lse from scores that it has not rounded, so that exp(s - lse) is 1 but for a unit or two, and divides
+    by a product with the reciprocal."""
+
+    def by_reciprocal(self, x, y):
+        return interpreter.TensorHandle(x.data * (np.float32(1) / y.data), x.dtype.scalar)
+
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_fdiv", by_reciprocal)
+    S, T = 4, 32
+    s, g, r = torch.randn(S, 1, T), 80 * torch.randn(S, 1, T), torch.rand(1, T)
+    lse, a, c = (s[:, 0] * (1 + 1.2e-7 * torch.randn(S, T))).contiguous(), torch.empty(S, 1, T), torch.empty(1, T)
+    weights_kernel[(1,)](s, lse, lse, r, g, a, c, T, 1, S, DLSE=False, BS=S, BT=T, D=64)
+    torch.testing.assert_close(a, torch.ones_like(a))
+    assert not g.any()
+    assert not c.any()
