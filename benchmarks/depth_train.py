@@ -74,12 +74,13 @@ def variants(
 
 
 def joined(paths: list[Path]) -> dict:
-    """One record of several, made side by side from one recipe, model and data.
+    """One record of several, of one recipe, model, data and versions; it names all their commits.
 
     Raises:
-        ValueError: a record of another recipe, model or data, or a variant's seed in two of them.
+        ValueError: a record of another recipe, model, data or version, or a variant's seed in two of them.
     """
     records = [json.loads(path.read_text()) for path in paths]
+    commits = [record["made"].pop("commit", None) for record in records]
     runs = {}
     for path, record in zip(paths, records, strict=True):
         for name, found in record["runs"].items():
@@ -89,9 +90,10 @@ def joined(paths: list[Path]) -> dict:
                 raise ValueError(f"{path}: found seeds {sorted(again)} of {name} again, expected each in one file")
             runs[name] = sorted(known + found, key=lambda run: run["seed"])
         if {**record, "runs": None} != {**records[0], "runs": None}:
-            raise ValueError(f"{path}: found another recipe, model or data than in {paths[0]}")
+            raise ValueError(f"{path}: found another recipe, model, data or version than in {paths[0]}")
     order = [name for name in KINDS if name in runs]
-    return {**records[0], "runs": {name: runs[name] for name in order}}
+    made = records[0]["made"] | {"commit": ", ".join(dict.fromkeys(filter(None, commits))) or None}
+    return {**records[0], "made": made, "runs": {name: runs[name] for name in order}}
 
 
 def main() -> None:
