@@ -1,4 +1,4 @@
-"""fp32 kernels with a dot's products added as a GPU adds them; run by `test_depth_kernels.py` in its own process."""
+"""fp32 kernels with the products of a dot added as a GPU adds them; run by `test_depth_kernels.py`, by itself."""
 
 import depth_dense as dense
 import numpy as np

@@ -41,7 +41,7 @@ def score_gradient(u, v, do, lse, delta, seen, seed, bh, i0, j0, scale, bend, fa
     dp = tl.dot(v, tl.trans(do), input_precision="ieee")
     if LOADED:
         # No P is above 1. Without a value of the product's layout in it Triton forms P twice, for dV and for dS: 64
-        # exponentials an element pair instead of 32, through shared memory, and 204 bytes spilled instead of 84.
+        # exponentials a thread and tile instead of 32, one P through shared memory, 204 bytes spilled instead of 84.
         p = tl.minimum(p, 1.0 + tl.abs(dp), propagate_nan=tl.PropagateNan.ALL)
     dropped = p
     if DROPOUT:
