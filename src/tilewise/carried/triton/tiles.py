@@ -158,9 +158,9 @@ def summed(u, q, k, gains, shifts, bounds, b, B, i, j, Tq, DTYPE: tl.constexpr, 
            UNIFORM: tl.constexpr, BATCHED: tl.constexpr, KEYED: tl.constexpr):  # fmt: skip
     """Unscaled scores of the last of COUNT layers, and the carry that entered each of four layers.
 
-    q, k, gains and shifts are tuples, an entry a layer; u is the carry that enters the first (ENTERS). Of 16-bit layers it
-    is the accumulator that the next product adds to, so it costs no addition. Bit t of ROUND: layer t's sum is what was
-    stored. KEYED: tiles are [keys, queries].
+    q, k, gains and shifts are tuples, an entry a layer; u is the carry that enters the first (ENTERS). In 16-bit layers
+    it is the accumulator that the next product adds to, so it costs no addition. Bit t of ROUND: layer t's sum is what
+    was stored. KEYED: tiles are [keys, queries].
     """
     t0 = u
     t1 = u
