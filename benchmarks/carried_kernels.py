@@ -203,7 +203,7 @@ def folded_queries(layers: list[tuple]) -> list[torch.Tensor]:
     folded, made = None, []
     for q, *_ in layers:
         folded = fold_queries(q, folded)
-        made.append(folded.to(q.dtype))
+        made.append(folded.to(q.dtype) if len(made) else q)
     return made
 
 

@@ -132,7 +132,7 @@ class LlamaBlock(CarriedBlock):
             if few and shared:
                 folded = fold_queries(q, folded, gain)
                 plain = self.config.plain(i, q.shape[-1])
-                O, _ = carried_decode(folded.to(q.dtype), k, v, None, 0, plain, sink=sink)
+                O, _ = carried_decode(folded.to(q.dtype) if i else q, k, v, None, 0, plain, sink=sink)
             elif few:
                 O, row = carried_decode(q, k, v, row, i, self.config, gain=gain, sink=sink)
             else:

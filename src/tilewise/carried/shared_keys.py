@@ -24,10 +24,10 @@ def fold_queries(q: Tensor, folded: Tensor | None, gain: Tensor | None = None) -
     Returns:
         Q̃_i in the dtype of `folded`: sums of rounded sums would drift.
     """
-    q = q.to(torch.promote_types(q.dtype, torch.float32))
     if folded is None:
-        return q
-    return q + (folded if gain is None else gain.to(q.dtype)[:, None, None] * folded)
+        return q.to(torch.promote_types(q.dtype, torch.float32))
+    # An addition promotes its operands in one kernel, where q.to(…) is one of its own.
+    return q + (folded if gain is None else gain.to(folded.dtype)[:, None, None] * folded)
 
 
 class SharedKeyCarry:
@@ -78,7 +78,7 @@ def shared_key_attention(
     start = Carry(plain, carry.mask, carry.offset)
     start.layout = carry._layout
     O, after = carried_attention(
-        folded.to(q.dtype),
+        q if i == 0 else folded.to(q.dtype),
         k,
         v,
         start,

@@ -40,9 +40,10 @@ def score_gradient(u, v, do, lse, delta, seen, seed, bh, i0, j0, scale, bend, fa
     p = tl.math.exp2(s)
     dp = tl.dot(v, tl.trans(do), input_precision="ieee")
     if LOADED:
-        # No P is above 1. Without a value of the product's layout in it Triton forms P twice, for dV and for dS: 64
-        # exponentials a thread and tile instead of 32, one P through shared memory, 204 bytes spilled instead of 84.
-        p = tl.minimum(p, 1.0 + tl.abs(dp), propagate_nan=tl.PropagateNan.ALL)
+        # Never true, which LLVM knows and Triton does not: without a value of the product's layout in P it forms P twice,
+        # for dV and for dS: 64 exponentials a thread and tile instead of 32, one P through shared memory, and 204 bytes
+        # spilled instead of 84.
+        p = tl.where(tl.abs(dp) < 0.0, 0.0, p)
     dropped = p
     if DROPOUT:
         keep = tl.trans(kept(seed, bh, i0, j0, drop, BM, BN))
