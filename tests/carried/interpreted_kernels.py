@@ -4,7 +4,7 @@ import dataclasses
 import sys
 
 import torch
-from carried_cases import CarriedConfig, dense, inputs, promoted, run
+from carried_cases import CarriedConfig, dense, grads_of, inputs, promoted, run
 from interpreted_bf16 import exact_bf16, quicken
 
 from tilewise.carried import TileLayout, blocked
@@ -132,11 +132,27 @@ def check_packing():
     print("packing", flush=True)
 
 
+def check_gradient_of_a_bad_value():
+    """A value that is NaN or infinite spoils rows, not its own gradient, which is P's sum of dO: in every plan."""
+    for plan in ("stored", "mixed", "recompute"):
+        q, k, v = inputs(layers=3, H=2, Hk=1, d=16, T=20, dtype=F32)
+        with torch.no_grad():
+            v[0][:, :, 9], v[1][:, :, 9] = torch.nan, torch.inf
+        config = CarriedConfig(impl="triton", layers=3, plan=plan, tile=16)
+        weights = [torch.randn(1, 2, 20, 16) for _ in q]
+        wide = promoted((q, k, v))
+        found = grads_of(run(config, q, k, v), v, weights)
+        exact = grads_of(dense(config, *wide), wide[2], weights)
+        torch.testing.assert_close([x.double() for x in found], list(exact), rtol=1e-3, atol=1e-3)
+    print("gradient of a bad value", flush=True)
+
+
 if __name__ == "__main__":
     quicken()
     exact_bf16()
     # Refused because of what exact_bf16 puts right.
     launch.refusal = lambda *_: None
     check_packing()
+    check_gradient_of_a_bad_value()
     for name in sys.argv[1:] or CASES:
         check(name)
