@@ -147,6 +147,37 @@ def check_gradient_of_a_bad_value():
     print("gradient of a bad value", flush=True)
 
 
+def check_bad_numbers():
+    """What is NaN does not become a saturated score or gradient: rows are spoilt as on the any-device path."""
+    for plan in ("stored", "mixed", "recompute"):
+        for what in ("q", "k", "dO"):
+            q, k, v = inputs(layers=4, H=2, Hk=1, d=16, T=20, dtype=F16)
+            weights = [torch.randn(1, 2, 20, 16) for _ in q]
+            with torch.no_grad():
+                {"q": q[0], "k": k[0], "dO": weights[3]}[what][:, :, 9, 3] = torch.nan
+            config, rows = CarriedConfig(layers=4, plan=plan, tile=16), []
+            for impl in ("triton", "blocked"):
+                outputs = run(dataclasses.replace(config, impl=impl), q, k, v)
+                found = [*outputs, *grads_of(outputs, q, weights)]
+                rows.append([x.isfinite().all(-1) for x in found])
+            assert all(torch.equal(a, b) for a, b in zip(*rows, strict=True)), f"{plan} {what}"
+            assert not all(x.all() for x in rows[1])
+    print("bad numbers", flush=True)
+
+
+def check_lowest_scores():
+    """Rows whose first tile is hidden beside a sink of −∞, and scores far below any that are hidden."""
+    q, k, v = ([x.detach() for x in g] for g in inputs(layers=2, H=2, Hk=1, d=16, T=40, dtype=F32))
+    sink = [torch.full((2,), -torch.inf), torch.tensor([0.5, -torch.inf])]
+    for large, options in ((1.0, {"windows": 5, "sink": True}), (1e16, {}), (1e16, {"windows": 5, "sink": True})):
+        config = CarriedConfig(impl="triton", layers=2, tile=16, **options)
+        given = {"sink": sink if "sink" in options else None}
+        low = [x.abs() * large for x in q], [-x.abs() * large for x in k], v
+        for a, b in zip(run(config, *low, **given), dense(config, *promoted(low), **given), strict=True):
+            torch.testing.assert_close(a.double(), b, rtol=1e-3, atol=1e-3)
+    print("lowest scores", flush=True)
+
+
 if __name__ == "__main__":
     quicken()
     exact_bf16()
@@ -154,5 +185,7 @@ if __name__ == "__main__":
     launch.refusal = lambda *_: None
     check_packing()
     check_gradient_of_a_bad_value()
+    check_bad_numbers()
+    check_lowest_scores()
     for name in sys.argv[1:] or CASES:
         check(name)

@@ -1,6 +1,7 @@
 """A model under FSDP2 with mixed precision, every layer a unit: the carry crosses module boundaries as it is."""
 
 import tempfile
+from itertools import product
 
 import torch
 import torch.distributed as dist
@@ -18,8 +19,8 @@ def note(seen):
 with tempfile.NamedTemporaryFile() as store:
     dist.init_process_group("gloo", init_method=f"file://{store.name}", rank=0, world_size=1)
     mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
-    for plan in ("stored", "mixed", "recompute"):
-        config = CarriedConfig(impl="blocked", tile=16, plan=plan)
+    for scaling, plan in product(("sum", "gain"), ("stored", "mixed", "recompute")):
+        config = CarriedConfig(impl="blocked", tile=16, plan=plan, scaling=scaling)
         losses, grads, seen = [], [], set()
         for sharded in (False, True):
             torch.manual_seed(0)
@@ -47,5 +48,5 @@ with tempfile.NamedTemporaryFile() as store:
         for a, b in zip(*grads, strict=True):
             assert torch.equal(a, b)
         assert seen == ({None} if plan == "recompute" else {None, torch.float16}), seen
-        print(plan)
+        print(scaling, plan)
     dist.destroy_process_group()

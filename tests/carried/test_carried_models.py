@@ -7,7 +7,7 @@ import torch
 from carried_cases import CarriedConfig, dense, grads_of, inputs, run
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tilewise.carried import SharedKeyCarry, TileLayout, carried_decode, decode_cost, shared_key_attention
+from tilewise.carried import SharedKeyCarry, TileLayout, carried_decode, decode_cost, shared_key_attention, state
 from tilewise.carried.llama import CarriedLlama, KeyValueCache, LlamaOptions
 from tilewise.carried.nn import Angles, CarriedAttention, CarriedBlock
 from tilewise.mask import Mask
@@ -84,6 +84,17 @@ def test_checkpointed_blocks_give_the_same_gradients(plan):
         results.append([p.grad for p in model.parameters()])
     for a, b in zip(*results, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=0)
+
+
+def test_a_checkpointed_block_runs_again_under_the_plan_that_it_ran_under(monkeypatch):
+    """Whatever memory is free by then: saved tensors of another plan would be other ones."""
+    free, tokens, plans = iter([1 << 30, 1 << 30, 0, 0, 0, 0]), torch.randint(61, (2, 38)), []
+    monkeypatch.setattr("tilewise.carried.policy.free_memory", lambda device: next(free))
+    model = model_of("carried", checkpointed=True, carried={"plan": "auto"})
+    choose = state.choose_plan
+    monkeypatch.setattr(state, "choose_plan", lambda *x, **y: plans.append(choose(*x, **y)) or plans[-1])
+    model.loss(tokens).backward()
+    assert [plan.plan for plan in plans] == ["stored"] * len(model.blocks)
 
 
 def test_packed_documents_train_as_separate_ones():

@@ -13,7 +13,7 @@ from torch.distributed.utils import _apply_to_tensors
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from tilewise.carried import Carry, TileLayout, carried_attention
+from tilewise.carried import Carry, SharedKeyCarry, TileLayout, carried_attention, shared_key_attention
 from tilewise.mask import Mask
 
 PLANS = ("recompute", "stored", "mixed")
@@ -104,6 +104,23 @@ def test_checkpoint_of_single_layers(plan):
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-11)
 
 
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_reentrant_checkpoint_of_single_layers_is_refused(shared):
+    """Its layers run where nothing is recorded, so gradients through the carry would be missing without a word."""
+    q, k, v = inputs(layers=2)
+    start, attend = (SharedKeyCarry, shared_key_attention) if shared else (Carry, carried_attention)
+    carry, outs = start(config("recompute", layers=2)), []
+    for i in range(2):
+        o, carry = checkpoint(attend, q[i], k[0], v[i], carry, use_reentrant=True)
+        outs.append(o)
+    with pytest.raises(RuntimeError, match="layer 1 was made where no gradients are recorded"):
+        sum(o.sum() for o in outs).backward()
+    with torch.no_grad():
+        o, carry = attend(q[0], k[0], v[0], start(config("recompute", layers=2)))
+        attend(q[1], k[0], v[1], carry)
+    attend(*(x.detach() for x in (q[1], k[0], v[1])), carry)
+
+
 def test_frameworks_that_cast_arguments_leave_the_carry_alone():
     """FSDP2 casts floating tensors inside tuples, dicts and dataclasses; a carry passes as it is."""
     q, k, v = inputs(dtype=torch.bfloat16)
@@ -186,6 +203,18 @@ def test_the_next_block_starts_afresh_with_the_same_layout():
     torch.testing.assert_close(outs[3], fresh[1], rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_buffer_that_was_overwritten_is_refused_where_writes_are_not_counted(mode):
+    q, k, v = inputs()
+    with mode():
+        carry = Carry(config("mixed"))
+        for i in range(2):
+            _, carry = carried_attention(q[i], k[i], v[i], carry)
+        carried_attention(q[2], k[2], v[2], carry)
+        with pytest.raises(RuntimeError, match="layer 2 have been overwritten"):
+            carried_attention(q[2], k[2], v[2], carry)
+
+
 def test_no_gradient_no_graph():
     q, k, v = ([x.detach() for x in group] for group in inputs())
     with torch.inference_mode():
@@ -219,7 +248,8 @@ def test_compiled_fullgraph_with_dynamic_lengths():
 
 
 def test_fsdp2_with_mixed_precision_leaves_the_carry_in_fp16():
-    assert output_of("sharded_model.py") == ["stored", "mixed", "recompute"]
+    done = [(scaling, plan) for scaling in ("sum", "gain") for plan in ("stored", "mixed", "recompute")]
+    assert output_of("sharded_model.py") == [word for pair in done for word in pair]
 
 
 def test_a_pipeline_cut_at_block_boundaries_is_bitwise_the_whole_model():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
@@ -9,7 +11,11 @@ from ..mask import Mask
 from .config import DTYPES, CarriedConfig
 from .layout import TileLayout
 
-__all__ = ["check_heads", "check_inputs", "check_layout", "check_seed", "check_step", "require"]
+if TYPE_CHECKING:
+    from .shared_keys import SharedKeyCarry
+    from .state import Carry
+
+__all__ = ["check_heads", "check_inputs", "check_layout", "check_recorded", "check_seed", "check_step", "require"]
 
 _NAMES = "fp16, bf16, fp32 or fp64"
 
@@ -77,6 +83,18 @@ def check_seed(seed: Tensor | None, q: Tensor) -> None:
         raise ValueError(f"seed is {seed.dtype} of shape {tuple(seed.shape)}; expected torch.int64 of one element")
     if seed.device != q.device:
         raise ValueError(f"seed is on {seed.device}; expected {q.device}, where q is")
+
+
+def check_recorded(carry: Carry | SharedKeyCarry, *tensors: Tensor) -> None:
+    """A carry through which gradients would have to go has recorded them."""
+    if carry.index == 0 or carry._recorded or carry.config.detach or not torch.is_grad_enabled():
+        return
+    if any(x.requires_grad for x in tensors):
+        raise RuntimeError(
+            f"the carry into layer {carry.index} was made where no gradients are recorded (torch.no_grad, or a "
+            "reentrant checkpoint of one layer), so earlier layers would get none through it; checkpoint with "
+            "use_reentrant=False or whole blocks, or use CarriedConfig(detach=True)"
+        )
 
 
 def check_layout(layout: TileLayout, config: CarriedConfig, mask: Mask | None, offset: int | None) -> None:

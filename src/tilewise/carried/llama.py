@@ -13,6 +13,7 @@ from .config import CarriedConfig
 from .inference import carried_decode
 from .layout import TileLayout
 from .nn import Angles, CarriedAttention, CarriedBlock
+from .policy import Decision
 from .shared_keys import SharedKeyCarry, fold_queries, shared_key_attention
 from .state import Carry, carried_attention
 
@@ -108,9 +109,10 @@ class LlamaBlock(CarriedBlock):
         self.options, self.first, self.keys = options, first, options.keys
 
     def _run(
-        self, x: Tensor, mask: Mask | None, layout: TileLayout | None, *, memory: Tensor | None = None, **kwargs
-    ) -> Tensor:
-        carry, shared = self.start(self.config, mask, layout), None
+        self, x: Tensor, mask: Mask | None, layout: TileLayout | None, kept: list[Decision] | None = None, *,
+        memory: Tensor | None = None, **kwargs,
+    ) -> Tensor:  # fmt: skip
+        carry, shared = self._begin(mask, layout, kept), None
         for i, layer in enumerate(self.layers):
             memory = x if self.options.refreshes(self.first + i) else memory
             x, carry, kv = layer(x, carry, memory=memory, shared=shared, **kwargs)

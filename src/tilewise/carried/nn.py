@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from ..mask import Mask
 from .config import CarriedConfig
 from .layout import TileLayout
+from .policy import Decision
 from .shared_keys import SharedKeyCarry, shared_key_attention
 from .state import Carry, carried_attention
 
@@ -201,14 +202,26 @@ class CarriedBlock(nn.Module):
 
     def forward(self, x: Tensor, *, mask: Mask | None = None, layout: TileLayout | None = None, **kwargs) -> Tensor:
         if self.checkpointed and torch.is_grad_enabled():
-            return checkpoint(self._run, x, mask, layout, use_reentrant=False, **kwargs)
+            # The plan is picked once: when the block runs again other memory is free.
+            kept = None if torch.compiler.is_compiling() else []
+            return checkpoint(self._run, x, mask, layout, kept, use_reentrant=False, **kwargs)
         return self._run(x, mask, layout, **kwargs)
 
-    def _run(self, x: Tensor, mask: Mask | None, layout: TileLayout | None, **kwargs) -> Tensor:
-        carry = self.start(self.config, mask, layout)
+    def _run(
+        self, x: Tensor, mask: Mask | None, layout: TileLayout | None, kept: list[Decision] | None = None, **kwargs
+    ) -> Tensor:
+        carry = self._begin(mask, layout, kept)
         for layer in self.layers:
             x, carry, *_ = layer(x, carry, **kwargs)
         return x
+
+    def _begin(
+        self, mask: Mask | None, layout: TileLayout | None, kept: list[Decision] | None
+    ) -> Carry | SharedKeyCarry:
+        carry = self.start(self.config, mask, layout)
+        if isinstance(carry, Carry):
+            carry._kept = kept
+        return carry
 
 
 def _start(config: CarriedConfig, mask: Mask | None, layout: TileLayout | None) -> Carry:

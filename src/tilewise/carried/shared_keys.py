@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ..mask import Mask
-from .checks import check_heads, require
+from .checks import check_heads, check_recorded, require
 from .config import CarriedConfig
 from .state import Carry, carried_attention
 
@@ -51,6 +51,7 @@ class SharedKeyCarry:
         self.index = 0
         self._folded: Tensor | None = None
         self._layout = None
+        self._recorded = True
 
 
 def shared_key_attention(
@@ -73,6 +74,7 @@ def shared_key_attention(
     config, i = carry.config, carry.index
     require("q", q, Tensor)
     check_heads(config, i, gain, sink, q)
+    check_recorded(carry, q, k)
     folded = fold_queries(q, carry._folded, gain if config.scaling == "gain" else None)
     plain = config.plain(i, q.shape[-1])
     start = Carry(plain, carry.mask, carry.offset)
@@ -89,5 +91,5 @@ def shared_key_attention(
     following = SharedKeyCarry(config, carry.mask, carry.offset)
     following._layout = after.layout
     if i + 1 < config.layers:
-        following.index, following._folded = i + 1, folded
+        following.index, following._folded, following._recorded = i + 1, folded, torch.is_grad_enabled()
     return O, following

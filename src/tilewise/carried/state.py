@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..mask import Mask
-from .checks import check_heads, check_inputs, check_layout, check_seed, require
+from .checks import check_heads, check_inputs, check_layout, check_recorded, check_seed, require
 from .config import CarriedConfig, Options
 from .layout import TileLayout
 from .ops import LayerCall, attend, gradient_edge
@@ -77,12 +77,16 @@ class Carry:
         self._token: Tensor | None = None
         self._like: tuple | None = None
         self._decided = False
+        self._kept: list[Decision] | None = None
+        self._recorded = True
+        self._spent = False
 
     def _next(self, last: bool) -> Carry:
         carry = Carry(self.config, self.mask, self.offset)
         carry.layout = self.layout
         if not last:
             carry.index = self.index + 1
+            carry._recorded = torch.is_grad_enabled()
         return carry
 
 
@@ -108,7 +112,8 @@ def carried_attention(
 
     Raises:
         ValueError, TypeError: shapes, dtypes or options that do not fit, named with what was found and expected.
-        RuntimeError: the carry's scores have been overwritten since (a layer run twice under ``plan="mixed"``).
+        RuntimeError: the carry's scores have been overwritten since (a layer run twice under ``plan="mixed"``), or it
+            was made where no gradients are recorded and this layer wants some.
 
     Rows that see no key give 0 with zero gradient. Bitwise equal from run to run. In a tile (`config.tile` tokens) that
     a row reads, a value that is not finite spoils the row even where the mask hides it, and such a key its gradient;
@@ -120,6 +125,7 @@ def carried_attention(
     config = carry.config
     q, k, v = _autocast(q, k, v)
     _check(q, k, v, carry, gain, sink, seed)
+    check_recorded(carry, q, k)
     last = last or carry.index == config.layers - 1
     dropout_p = config.dropout_p if training else 0.0
     if config.scaling != "gain" or carry.index == 0:
@@ -152,10 +158,13 @@ def carried_attention(
         carry.layout = following.layout = TileLayout(config, Tq, k.shape[2], carry.mask, carry.offset, q.device)
     layout = carry.layout
     if not carry._decided:
-        impl, why = _implementation(config, q, k, v)
-        decision = choose_plan(config, layout, B, H, dtype=q.dtype, device=q.device, training=torch.is_grad_enabled(),
-                               impl=impl, refusal=why)  # fmt: skip
-        carry.decision, carry._decided = decision, True
+        kept = [] if carry._kept is None else carry._kept
+        if not kept:
+            impl, why = _implementation(config, q, k, v)
+            training = torch.is_grad_enabled()
+            kept.append(choose_plan(config, layout, B, H, dtype=q.dtype, device=q.device, training=training, impl=impl,
+                                    refusal=why))  # fmt: skip
+        carry.decision, carry._decided = kept[0], True
     following.decision, following._decided = carry.decision, not last
 
     queries, keys = [*carry._queries, q], [*carry._keys, k]
@@ -184,8 +193,10 @@ def carried_attention(
             following._queries, following._keys = [x.detach() for x in queries], [x.detach() for x in keys]
             following._edges = (query_edges, key_edges)
             following._centres = centres
-            loose = config.detach or plan == "mixed"
-            following._gains = [x.detach() for x in gains] if loose else gains
+            if gains:
+                # Copies: FSDP2 frees a layer's parameters once it has run.
+                mine = gains[-1].detach() if config.detach or plan == "mixed" else gains[-1]
+                following._gains = [*carry._gains, mine.clone()]
         following._z, following._token = z_out, token
         following._version = _version(z_out)
     return O, following
@@ -197,7 +208,7 @@ def _step(
     """The buffers a layer reads and writes, and how its scores are formed."""
     i, decision = carry.index, carry.decision
     compiling = torch.compiler.is_compiling()
-    if _version(carry._z) != carry._version:
+    if _version(carry._z) != carry._version or carry._spent:
         raise RuntimeError(
             f"the scores carried into layer {i} have been overwritten: with plan='mixed' the layers of a block share "
             "one buffer, so a layer runs once per forward pass. Checkpoint whole blocks, or use plan='stored' or "
@@ -223,7 +234,10 @@ def _step(
     z_out = None
     if call.accumulate:
         z_out = carry._z
-        if not z_out.is_inference():
+        if z_out.is_inference():
+            # Writes to such a tensor are not counted.
+            carry._spent = True
+        else:
             torch.autograd.graph.increment_version(z_out)
     elif writes:
         z_out = layout.buffer(*q.shape[:2], call.options.carry_dtype, q.device)

@@ -232,7 +232,7 @@ def attend_band(q, w, x, k, v, a, cr, ends, content, bias, o, lse, rule, ranges,
         add_biases(qs, ws, content + h.to(gl.int64) * head_u, bias + h.to(gl.int64) * head_v, D)
     acc = warpgroup_mma_init(gl.zeros([_T, D], gl.float32, o_mma))
     l = gl.zeros([_T], gl.float32, row_of_s)
-    m = gl.full([_T], -1.0e30, gl.float32, row_of_s)
+    m = gl.full([_T], -3.0e38, gl.float32, row_of_s)
     i = i0 + gl.arange(0, _T, row_of_s)
     zero = gl.zeros([_T, _T], gl.float32, s_mma)
     last = carried(gl.zeros([_T, _T], gl.float16, s_mma))

@@ -109,7 +109,7 @@ def attend(q, k, v, qx, vx, o, lse, terms, z0, z1, z2, z3, z4, z5, z6, z7, rule,
     i = i0 + tl.arange(0, BM)
     acc = tl.zeros([BM, BV], tl.float32)
     l = tl.zeros([BM], tl.float32)
-    m = tl.full([BM], -1.0e30, tl.float32)
+    m = tl.full([BM], -3.0e38, tl.float32)
     edge = tl.zeros([BM], tl.float32)
     ROWS: tl.constexpr = BM if BM > UNIT else UNIT
     STEP: tl.constexpr = BN if BN > UNIT else UNIT

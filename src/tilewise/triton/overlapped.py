@@ -171,7 +171,7 @@ def attend_overlapped(q, k, v, o, lse, slab, table, rule, ranges, c, over, H, G,
         column = gl.arange(0, BN, gl.SliceLayout(0, s_mma))
         here = slab + ht.to(gl.int64) * head + (row.to(gl.int64) * width)[:, None] + column[None, :]
         reach = width - BN
-    m = gl.full([BM], -1.0e30, gl.float32, row_of_s)
+    m = gl.full([BM], -3.0e38, gl.float32, row_of_s)
     zero = gl.zeros([BM, BN], gl.float32, s_mma)
     mbarrier.wait(qbar.index(0), 0)
     mbarrier.wait(kbars.index(0), 0)

@@ -133,7 +133,7 @@ def project(x, table, z, bias, ranges, sx, th, tr, bh, origin, step, size, scale
             value += tl.load(bias + tl.cast(h, tl.int64) * bh + row)[None, :]
         value *= scale
         if z.dtype.element_ty == tl.float16:
-            value = tl.clamp(value, -65504.0, 65504.0)
+            value = tl.clamp(value, -65504.0, 65504.0, propagate_nan=tl.PropagateNan.ALL)
         place = (first + down + (cmin + block * CB))[:, None] + cc[None, :]
         # `first`, `down` and cmin are multiples of 8; lo and hi of 16: whole chunks are stored or not.
         inside = (place >= lo[:, None]) & (place < hi[:, None])
@@ -156,7 +156,7 @@ def toeplitz(table, rows_of, slab, th, tr, width, shift, low, high, N: tl.conste
     value = tl.load(at, mask=row >= 0, other=0.0)
     value = value.to(tl.float32)
     if slab.dtype.element_ty == tl.float16:
-        value = tl.clamp(value, -65504.0, 65504.0)
+        value = tl.clamp(value, -65504.0, 65504.0, propagate_nan=tl.PropagateNan.ALL)
     width = width // CB * CB
     at = slab + tl.cast(h, tl.int64) * N * width + a[:, None] * width + w[None, :]
     tl.store(at, value.to(slab.dtype.element_ty))

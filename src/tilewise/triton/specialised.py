@@ -194,7 +194,7 @@ def _attend(GROUP: gl.constexpr, q, o, qs, ks, vs, q_full, full, free, order, ls
             here = slab + ht.to(gl.int64) * head + (row.to(gl.int64) * width)[:, None] + column[None, :]
             reach = width - BN
 
-        m = gl.full([_ROWS], -1.0e30, gl.float32, row_of_s)
+        m = gl.full([_ROWS], -3.0e38, gl.float32, row_of_s)
         zero = gl.zeros([_ROWS, BN], gl.float32, s_mma)
         mbarrier.wait(q_full, served & 1)
         _await(full, turn, STAGES)

@@ -40,9 +40,9 @@ def score_gradient(u, v, do, lse, delta, seen, seed, bh, i0, j0, scale, bend, fa
     p = tl.math.exp2(s)
     dp = tl.dot(v, tl.trans(do), input_precision="ieee")
     if LOADED:
-        # Never true, which LLVM knows and Triton does not: without a value of the product's layout in P it forms P twice,
-        # for dV and for dS: 64 exponentials a thread and tile instead of 32, one P through shared memory, and 204 bytes
-        # spilled instead of 84.
+        # Never true, which LLVM knows and Triton does not: without a value of the product's layout in P it forms P
+        # twice, for dV and for dS: 64 exponentials a thread and tile instead of 32, one P through shared memory, and
+        # 204 bytes spilled instead of 84.
         p = tl.where(tl.abs(dp) < 0.0, 0.0, p)
     dropped = p
     if DROPOUT:
@@ -159,7 +159,7 @@ def _queries(dk, dv, d0, d1, d2, d3, q, kt, sq, v, do, sdo, stats, stat, pad, z,
             ds += asked
         stored = ds
         if ETYPE == tl.float16:
-            stored = tl.minimum(tl.maximum(ds, -65504.0), 65504.0)
+            stored = tl.clamp(ds, -65504.0, 65504.0, propagate_nan=tl.PropagateNan.ALL)
         store_packed(e, slot, i0 - tm * S, j0 - tn * S, tl.trans(stored.to(ETYPE)), S, BM, BN, TMA)
         dk = tl.dot(ds.to(g.dtype), qt[COUNT - 1], dk, input_precision="ieee")
         if LEARNED > 0:

@@ -83,11 +83,12 @@ def decode_keys(q, k, v, o, m_out, l_out, z_in, z_out, gains, sink, offsets, bou
     acc = tl.zeros([BM, BV], tl.float32)
     l = tl.zeros([BM], tl.float32)
     # Finite, so that rows whose first keys are masked do not meet −∞ − (−∞).
-    m = tl.full([BM], -1.0e30, tl.float32)
+    m = tl.full([BM], -3.0e38, tl.float32)
     if SINK:
         if split == 0:
-            m = tl.load(sink + h).to(tl.float32) * 1.4426950408889634
-            l += 1.0
+            logit = tl.load(sink + h).to(tl.float32) * 1.4426950408889634
+            m = tl.maximum(m, logit)
+            l = tl.math.exp2(logit - m)
     begin = split * length
     end = tl.minimum(begin + length, Tk)
     some = hi > lo
@@ -113,7 +114,7 @@ def decode_keys(q, k, v, o, m_out, l_out, z_in, z_out, gains, sink, offsets, bou
         if WRITES:
             z = tl.where(seen, u, 0.0)
             if z_out.dtype.element_ty == tl.float16:
-                z = tl.minimum(tl.maximum(z, -65504.0), 65504.0)
+                z = tl.clamp(z, -65504.0, 65504.0, propagate_nan=tl.PropagateNan.ALL)
             z = z.to(z_out.dtype.element_ty)
             tl.store(z_out + row[:, None] * Tk + j[None, :], z, mask=stored)
             u = z.to(tl.float32)
@@ -147,16 +148,16 @@ def join_splits(o, m, l, out, rows, splits, DV: tl.constexpr, BV: tl.constexpr, 
     r = tl.program_id(0)
     n = tl.arange(0, BN)
     c = tl.arange(0, BV)
-    top = -1.0e30
+    top = -3.0e38
     for a in range(0, splits, BN):
         place = (a + n).to(tl.int64) * rows + r
-        top = tl.maximum(top, tl.max(tl.load(m + place, mask=a + n < splits, other=-1.0e30), 0))
+        top = tl.maximum(top, tl.max(tl.load(m + place, mask=a + n < splits, other=-3.0e38), 0))
     total = 0.0
     acc = tl.zeros([BV], tl.float32)
     for a in range(0, splits, BN):
         inside = a + n < splits
         place = (a + n).to(tl.int64) * rows + r
-        share = tl.math.exp2(tl.load(m + place, mask=inside, other=-1.0e30) - top)
+        share = tl.math.exp2(tl.load(m + place, mask=inside, other=-3.0e38) - top)
         total += tl.sum(share * tl.load(l + place, mask=inside, other=0.0), 0)
         tile = tl.load(o + place[:, None] * DV + c[None, :], mask=inside[:, None] & (c[None, :] < DV), other=0.0)
         acc += tl.sum(share[:, None] * tile, 0)

@@ -113,10 +113,11 @@ def attend(q0, q1, q2, q3, k0, k1, k2, k3, v, o, lse, z_in, z_out, gains, shifts
     acc = tl.zeros([BM, BV], tl.float32)
     l = tl.zeros([BM], tl.float32)
     # Finite, so that rows whose first tiles are masked do not meet −∞ − (−∞).
-    m = tl.full([BM], -1.0e30, tl.float32)
+    m = tl.full([BM], -3.0e38, tl.float32)
     if SINK:
-        m = tl.zeros([BM], tl.float32) + tl.load(sink + h).to(tl.float32) * LOG2E
-        l += 1.0
+        logit = tl.load(sink + h).to(tl.float32) * LOG2E
+        m = tl.maximum(m, logit)
+        l = tl.math.exp2(logit - m)
     for part in tl.static_range(3):
         # Tiles before, inside and after those of which every row sees every key.
         first = tl.minimum(tl.maximum(whole, own), own_end)

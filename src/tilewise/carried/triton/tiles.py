@@ -148,7 +148,7 @@ def load_gains(gains, h, H, COUNT: tl.constexpr, GAIN: tl.constexpr):
 def rounded_to(u, dtype: tl.constexpr, TOP: tl.constexpr):
     """u as it reads back once stored; fp16 needs ±TOP, or it would round to infinity (TOP 0: fp32's range)."""
     if TOP > 0:
-        u = tl.minimum(tl.maximum(u, -TOP), TOP)
+        u = tl.clamp(u, -TOP, TOP, propagate_nan=tl.PropagateNan.ALL)
     return u.to(dtype).to(tl.float32)
 
 
