@@ -17,6 +17,7 @@ SHARDS = (
     ("unneeded", "shares", "kept"),
     ("bf16", "beyond"),
     ("beyond-half", "left-padding", "right-padding"),
+    ("not-a-number t5", "not-a-number wav2vec2_bert", "not-a-number deberta", "not-a-number txl"),
     ("tf32-explicit", "tf32-deberta", "wavlm-sides", "cancelling"),
     ("alibi-fp32", "t5-fp32"),
     ("t5-tall", "t5-lengths-tall", "t5-window-tall", "wavlm-tall"),
