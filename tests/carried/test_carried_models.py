@@ -213,6 +213,15 @@ def test_shared_keys_refuse_what_does_not_fold():
         SharedKeyCarry(CarriedConfig(windows=(9, 9, 9, None)))
     with pytest.raises(ValueError, match="detach is True; expected False"):
         SharedKeyCarry(CarriedConfig(detach=True))
+    q, k, v = (torch.randn(1, n, 10, 8) for n in (4, 2, 2))
+    _, carry = shared_key_attention(q, k, v, SharedKeyCarry(CarriedConfig()))
+    for other, error, why in (
+        ((q.half(), k.half(), v.half()), TypeError, "q is torch.float16; expected torch.float32"),
+        ((q, k[:, :1], v[:, :1]), ValueError, "k has 1 heads; expected 2"),
+        ((q[:, :2], k, v), ValueError, "expected .1, 4, 10, 8., as in the layers before"),
+    ):
+        with pytest.raises(error, match=why):
+            shared_key_attention(*other, carry)
 
 
 @pytest.mark.parametrize(

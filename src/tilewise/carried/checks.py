@@ -15,7 +15,17 @@ if TYPE_CHECKING:
     from .shared_keys import SharedKeyCarry
     from .state import Carry
 
-__all__ = ["check_heads", "check_inputs", "check_layout", "check_recorded", "check_seed", "check_step", "require"]
+__all__ = [
+    "check_heads",
+    "check_inputs",
+    "check_layout",
+    "check_like",
+    "check_recorded",
+    "check_seed",
+    "check_step",
+    "like_of",
+    "require",
+]
 
 _NAMES = "fp16, bf16, fp32 or fp64"
 
@@ -83,6 +93,26 @@ def check_seed(seed: Tensor | None, q: Tensor) -> None:
         raise ValueError(f"seed is {seed.dtype} of shape {tuple(seed.shape)}; expected torch.int64 of one element")
     if seed.device != q.device:
         raise ValueError(f"seed is on {seed.device}; expected {q.device}, where q is")
+
+
+def like_of(q: Tensor, k: Tensor) -> tuple:
+    """What all layers of a block have in common."""
+    return tuple(q.shape), k.shape[1], q.dtype, q.device
+
+
+def check_like(like: tuple | None, q: Tensor, k: Tensor) -> None:
+    """A layer is like those before it, of which `like` says what they had in common."""
+    if like is None:
+        return
+    shape, heads, dtype, device = like
+    if tuple(q.shape) != shape:
+        raise ValueError(f"q has shape {tuple(q.shape)}; expected {shape}, as in the layers before")
+    if k.shape[1] != heads:
+        raise ValueError(f"k has {k.shape[1]} heads; expected {heads}, as in the layers before")
+    if q.dtype != dtype:
+        raise TypeError(f"q is {q.dtype}; expected {dtype}, as in the layers before")
+    if q.device != device:
+        raise ValueError(f"q is on {q.device}; expected {device}, as in the layers before")
 
 
 def check_recorded(carry: Carry | SharedKeyCarry, *tensors: Tensor) -> None:

@@ -136,7 +136,7 @@ class DecodeCost(NamedTuple):
 def decode_cost(
     config: CarriedConfig, H: int, Hk: int, d: int, *, cache_bytes: int = 2, row_bytes: int = 4
 ) -> DecodeCost:
-    """What carrying costs at decode. It is free only where the layers share their keys (:mod:`.shared_keys`).
+    """What carrying reads at decode: nothing more only where the layers share their keys (:mod:`.shared_keys`).
 
     Args:
         H, Hk, d: query heads, key heads, head width (the same for keys and values).

@@ -1,4 +1,4 @@
-"""Blocks whose layers share their keys: the carry folds into the queries, exactly and for nothing."""
+"""Blocks whose layers share their keys: the carry folds into the queries, exactly, and nothing else is kept."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ..mask import Mask
-from .checks import check_heads, check_recorded, require
+from .checks import check_heads, check_like, check_recorded, like_of, require
 from .config import CarriedConfig
 from .state import Carry, carried_attention
 
@@ -52,6 +52,7 @@ class SharedKeyCarry:
         self._folded: Tensor | None = None
         self._layout = None
         self._recorded = True
+        self._like: tuple | None = None
 
 
 def shared_key_attention(
@@ -61,7 +62,8 @@ def shared_key_attention(
     """As :func:`carried_attention` for layers that all use the same `k`: plain attention of Q̃_i, no carry in memory.
 
     Nothing is stored, nothing is formed again, and at inference nothing is read beside the cache: the identity
-    Z_i = s (Σ_j w_ij Q_j) Kᵀ holds whenever K is shared. In 16 bits Q̃_i is rounded once more than Q_i.
+    Z_i = s (Σ_j w_ij Q_j) Kᵀ holds whenever K is shared. In 16 bits Q̃_i is rounded once more than Q_i. The sum itself
+    takes two small kernels a layer.
 
     Example:
         >>> config = CarriedConfig(layers=2)
@@ -72,7 +74,9 @@ def shared_key_attention(
     """
     require("carry", carry, SharedKeyCarry, "SharedKeyCarry(config)")
     config, i = carry.config, carry.index
-    require("q", q, Tensor)
+    for name, x in (("q", q), ("k", k)):
+        require(name, x, Tensor)
+    check_like(carry._like, q, k)
     check_heads(config, i, gain, sink, q)
     check_recorded(carry, q, k)
     folded = fold_queries(q, carry._folded, gain if config.scaling == "gain" else None)
@@ -91,5 +95,6 @@ def shared_key_attention(
     following = SharedKeyCarry(config, carry.mask, carry.offset)
     following._layout = after.layout
     if i + 1 < config.layers:
-        following.index, following._folded, following._recorded = i + 1, folded, torch.is_grad_enabled()
+        following.index, following._folded = i + 1, folded
+        following._recorded, following._like = torch.is_grad_enabled(), like_of(q, k)
     return O, following

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..mask import Mask
-from .checks import check_heads, check_inputs, check_layout, check_recorded, check_seed, require
+from .checks import check_heads, check_inputs, check_layout, check_like, check_recorded, check_seed, like_of, require
 from .config import CarriedConfig, Options
 from .layout import TileLayout
 from .ops import LayerCall, attend, gradient_edge
@@ -133,7 +133,7 @@ def carried_attention(
     if dropout_p > 0.0 and seed is None:
         seed = torch.randint(2**62, (1,), device=q.device)
     following = carry._next(last)
-    following._like = None if last else (tuple(q.shape), k.shape[1], q.dtype, q.device)
+    following._like = None if last else like_of(q, k)
     if config.impl == "reference":
         following.decision = carry.decision = _DENSE
         config = config if dropout_p else replace(config, dropout_p=0.0)
@@ -330,15 +330,6 @@ def _check(
         carry.mask.check(B, H, Tq, Tk)
     if layout is not None and layout.bounds.shape[2] not in (1, B):
         raise ValueError(f"q has batch {B}; expected {layout.bounds.shape[2]}, that of the layout's mask")
-    if carry._like is not None:
-        shape, heads, dtype, device = carry._like
-        if tuple(q.shape) != shape:
-            raise ValueError(f"q has shape {tuple(q.shape)}; expected {shape}, as in the layers before")
-        if k.shape[1] != heads:
-            raise ValueError(f"k has {k.shape[1]} heads; expected {heads}, as in the layers before")
-        if q.dtype != dtype:
-            raise TypeError(f"q is {q.dtype}; expected {dtype}, as in the layers before")
-        if q.device != device:
-            raise ValueError(f"q is on {q.device}; expected {device}, as in the layers before")
+    check_like(carry._like, q, k)
     check_heads(config, carry.index, gain, sink, q)
     check_seed(seed, q)
