@@ -152,7 +152,7 @@ WRONG = {
     "packed total": (dict(mask=lambda: tw.Mask.packed([0, 5], total=-3)), ValueError, "total is -3; expected an integer"),
     "broken window": (dict(mask=lambda: tw.Mask.window(1.5)), TypeError, r"window is \(1.5, 0\); expected two integers"),
     "broken offset": (dict(offset=1.5), TypeError, "offset is 1.5; expected an integer"),
-    "huge offset": (dict(offset=2**70), TypeError, "offset is 1180591620717411303424; expected an integer of 62 bits"),
+    "huge offset": (dict(offset=2**70), TypeError, "offset is 1180591620717411303424; expected an integer within ±2²⁹"),
     "scale": (dict(scale=float("nan")), ValueError, "scale is nan; expected a finite number"),
     "text scale": (dict(scale="x"), TypeError, "scale is 'x'; expected a number"),
     "text dropout": (dict(dropout_p="x"), TypeError, "dropout_p is 'x'; expected a number"),
@@ -303,6 +303,25 @@ def test_a_nan_shows(impl):
     o = tw.attention(q, k, v, terms=tw.T5(torch.randn(32, 4)), impl=impl)
     assert o[0, 1, 3].isnan().all()
     assert o.isnan().sum() == 8
+    q, k, v = qkv(Tq=3, Tk=9)
+    o, lse = tw.attention(q, torch.full_like(k, torch.nan), v, impl=impl, return_lse=True)
+    assert o.isnan().all()
+    assert lse.isnan().all()
+
+
+@pytest.mark.parametrize("impl", ["reference", "blocked"])
+def test_a_row_whose_scores_are_all_minus_infinity_is_empty(impl):
+    q, k, v = (x.requires_grad_() for x in qkv(Tq=4, Tk=4))
+    table = torch.zeros(32, q.shape[1])
+    table[0] = -torch.inf
+    given = {"terms": tw.T5(table), "mask": tw.Mask.causal(), "impl": impl}
+    o, lse = tw.attention(q, k, v, **given, return_lse=True)
+    assert not o[:, :, 0].any()
+    assert (lse[:, :, 0] == -torch.inf).all()
+    (dv,) = torch.autograd.grad(o[:, :, 0].sum(), v)
+    assert not dv.any()
+    mean = tw.attention(q, k, v, **given, empty_rows="uniform")[:, :, 0]
+    torch.testing.assert_close(mean, v.mean(2))
 
 
 @pytest.mark.parametrize("impl", ["reference", "blocked"])

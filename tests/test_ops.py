@@ -272,6 +272,14 @@ def test_a_second_derivative_is_refused(loss):
     assert torch.autograd.gradgradcheck(lambda q: tw.attention(q, q, q, impl="reference"), q)
 
 
+def test_a_second_derivative_through_lse_is_refused():
+    q, k, v = (torch.randn(1, 1, 4, 8, requires_grad=True) for _ in range(3))
+    s = torch.tensor(2.0, requires_grad=True)
+    (grad,) = torch.autograd.grad((tw.attention(q, k, v, return_lse=True)[1] * s).sum(), k, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiable once"):
+        torch.autograd.grad(grad.square().sum() + s, s)
+
+
 def test_frozen_tables_get_no_gradient():
     q, k, v = (torch.randn(1, 2, 9, 8, requires_grad=True) for _ in range(3))
     table = torch.randn(32, 2)

@@ -118,8 +118,9 @@ def prepared(q, k, v, terms, mask, scale, offset, dropout_p, options) -> tuple[C
     Tq, Tk = q.shape[2], k.shape[2]
     scale = q.shape[-1] ** -0.5 if scale is None else _number("scale", scale)
     offset = Tk - Tq if offset is None else offset
-    if not isinstance(offset, (int, torch.SymInt)) or not -(2**62) < offset < 2**62:
-        raise TypeError(f"offset is {offset!r}; expected an integer of 62 bits")
+    # A mask without a window reaches 2³⁰ tokens.
+    if not isinstance(offset, (int, torch.SymInt)) or not -(2**29) < offset < 2**29:
+        raise TypeError(f"offset is {offset!r}; expected an integer within ±2²⁹")
     mask = Mask() if mask is None else mask
     if not isinstance(mask, Mask):
         call = "Mask.full(mask) or Mask.padding(mask)" if isinstance(mask, Tensor) else "such as Mask.causal()"

@@ -71,9 +71,14 @@ def _fusable(plan: Plan) -> bool:
         plan.device.type == "cpu" and plan.dtype == torch.float32 and call.dropout_p == 0.0 and plan.group == 1
         and call.v.shape[3] == call.q.shape[3] and not (terms.queries or terms.keys or terms.values)
         and plan.key_ranges() is not None
-        # The fused kernel turns a NaN of q into zeros; tiles let it through. A sum costs one pass over q.
-        and bool(call.q.detach().sum().isfinite())
+        # The fused kernel turns NaN scores into zeros and a row whose scores are all −∞ into one that sees keys; tiles
+        # do neither. A sum costs one pass over q or k.
+        and all(bool(x.detach().sum().isfinite()) for x in (call.q, call.k)) and not _hides(terms.bias)
     )  # fmt: skip
+
+
+def _hides(bias: Tensor | None) -> bool:
+    return bias is not None and bool((bias == float("-inf")).any())
 
 
 def _by_rows(x: Tensor) -> Tensor:

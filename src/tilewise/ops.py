@@ -147,7 +147,8 @@ def _differentiate(ctx, do: Tensor | None, dlse: Tensor | None, need: list[bool]
     grads = [g if wanted else None for g, wanted in zip((dq, dk, dv, *dtensors), need, strict=True)]
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
         # torch's once_differentiable only refuses where `do` needs a gradient; elsewhere it drops terms silently.
-        grads = [None if g is None else _NotTwice.apply(g, do, q, k, v, *tensors) for g in grads]
+        inputs = [do, *([] if dlse is None else [dlse]), q, k, v, *tensors]
+        grads = [None if g is None else _NotTwice.apply(g, *inputs) for g in grads]
     return grads
 
 

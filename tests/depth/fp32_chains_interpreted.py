@@ -85,3 +85,47 @@ def test_a_source_that_is_alone_has_weight_one_whatever_its_lse_rounds_to(monkey
     torch.testing.assert_close(a, torch.ones_like(a))
     assert not g.any()
     assert not c.any()
+
+
+@pytest.mark.usefixtures("tokens")
+def test_a_large_source_of_little_weight_takes_no_digits_of_the_others():
+    """Its <dO, v> is large and its weight nothing, so what is subtracted from the others' must not pass through it."""
+    T, S, n, d = 8, 2, 4, 64
+    v = [torch.randn(T, d) for _ in range(n)]
+    w = torch.randn(S, d) / d**0.5
+    # A thousand times as large, and a score of about -25 with every query.
+    v[0] = 1000 * (0.3 * v[0] - 9 * (w / w.norm(dim=1, keepdim=True)).sum(0))
+    seed = torch.randn(S, T, d)
+
+    def run(f, dtype, **how):
+        xs = [x.to(dtype).requires_grad_() for x in (w, *v)]
+        return torch.autograd.grad(f(xs[1:], xs[0], **how)[0], xs, seed.to(dtype))
+
+    values = (
+        run(depth.phase1, torch.float32, impl="triton"),
+        run(dense.phase1, torch.float32),
+        run(R.phase1, torch.float64),
+    )
+    for name, *each in zip("qabcd", *values, strict=True):
+        assert_within_budget(f"d{name}", *each)
+
+
+@pytest.mark.usefixtures("tokens")
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_a_score_that_is_infinite_is_no_weight(n):
+    v = [torch.arange(1.0, 9.0).repeat(2, 1) for _ in range(n)]
+    with np.errstate(all="ignore"):
+        assert depth.mix(v, torch.full((8,), torch.inf), impl="triton").isnan().all()
+
+
+@pytest.mark.usefixtures("tokens")
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_what_is_not_finite_is_not_normalised_away(bad):
+    T, d = 3, 24
+    u, p, o1 = (torch.randn(T, d) for _ in range(3))
+    o1[1, 3], w = bad, torch.ones(d, requires_grad=True)
+    given = u, p, o1, torch.randn(T), torch.randn(d), None, w
+    with np.errstate(all="ignore"):
+        found, exact = (depth.phase2(*given, impl=impl)[1] for impl in ("triton", "reference"))
+        assert torch.equal(found.isfinite(), exact.isfinite())
+        assert not torch.autograd.grad(found, w, torch.ones_like(found))[0].isfinite().any()

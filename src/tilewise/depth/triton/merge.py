@@ -74,7 +74,8 @@ def merge_fwd_kernel(
         if not EARLY:
             w = tl.load(w_ptr + c, mask=m, other=0.0, eviction_policy="evict_last")
         if ONE_REDUCTION and PREFIX > 0:
-            hh = tl.maximum((1 - pi) * (1 - pi) * oo + 2 * pi * (1 - pi) * op + pi * pi * pp, 0.0)
+            hh = (1 - pi) * (1 - pi) * oo + 2 * pi * (1 - pi) * op + pi * pi * pp
+            hh = tl.maximum(hh, 0.0, propagate_nan=tl.PropagateNan.ALL)
         else:
             hh = tl.sum(h * h, 0)
         h = h * rstd(hh, output_eps, D, dtype == tl.float32) * w.to(tl.float32)
@@ -124,7 +125,7 @@ def _merge_scalars(
     rh = rp
     k = rp
     if NORM:
-        hh = tl.maximum(qi * qi * oo + 2 * pi * qi * op + pi * pi * pp, 0.0)
+        hh = tl.maximum(qi * qi * oo + 2 * pi * qi * op + pi * pi * pp, 0.0, propagate_nan=tl.PropagateNan.ALL)
         rh = rstd(hh, output_eps, D, EXACT)
         k = rh * rh * (qi * ow + pi * pw) / D
         ds = pi * qi * rh * (pw - ow - k * (qi * (op - oo) + pi * (pp - op)))

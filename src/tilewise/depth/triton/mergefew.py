@@ -65,7 +65,8 @@ def merge_sources_kernel(
         h = h + pi * (p - h)
     if NORM:
         if ONE_REDUCTION and PREFIX > 0:
-            hh = tl.maximum((1 - pi) * (1 - pi) * oo + 2 * pi * (1 - pi) * op + pi * pi * pp, 0.0)
+            hh = (1 - pi) * (1 - pi) * oo + 2 * pi * (1 - pi) * op + pi * pi * pp
+            hh = tl.maximum(hh, 0.0, propagate_nan=tl.PropagateNan.ALL)
         else:
             hh = tl.sum(h * h, 0)
         h = h * rstd(hh, output_eps, D, dtype == tl.float32) * w.to(tl.float32)

@@ -21,7 +21,7 @@ def _take(v, q, mx, l, o, eps, D: tl.constexpr):
     old = tl.exp(mx - new)
     # A GPU takes the product into the difference: without its rounding s - new is 1e-7, not 0, and a source that is
     # alone has a gradient.
-    e = tl.where(s == new, 1.0, tl.exp(s - new))
+    e = tl.where((s == new) & (tl.abs(s) < float("inf")), 1.0, tl.exp(s - new))
     return new, l * old + e, o * old + e * v
 
 

@@ -76,30 +76,27 @@ def weights_kernel(
     row = q[:, None].to(tl.int64) * T + t[None, :]
     lse = tl.load(lse_ptr + row, mask=m, other=0.0)
     at = q[:, None].to(tl.int64) * n * T + t[None, :]
-    # delta is taken as a difference from the first source's g: with correlated sources g - delta cancels, and for a
-    # source that is alone it is exactly 0.
-    first = tl.load(g_ptr + at, mask=m, other=0.0)
-    mean = tl.zeros([BS, BT], tl.float32)
+    shift = tl.zeros([BS, BT], tl.float32)
     total = tl.zeros([BS, BT], tl.float32)
     for j in range(n):
         jt = tl.cast(j, tl.int64) * T
         a = tl.exp(tl.load(s_ptr + at + jt, mask=m, other=-float("inf")) - lse)
         total += a
-        mean += a * (tl.load(g_ptr + at + jt, mask=m, other=0.0) - first)
-    # The weights' sum is 1 up to the rounding of lse.
+        shift -= a * tl.load(g_ptr + at + jt, mask=m, other=0.0)
+    # The weights' sum is 1 up to the rounding of lse; ds = a (g - delta) cancels, so that this rounding would show.
     total = tl.where(m, total, 1.0)
-    mean = mean / total
+    shift = shift / total
+    if n == 1:
+        # Exactly: a g / a is g but for a unit on a GPU, and the query's gradient would be that unit of g.
+        shift = -tl.load(g_ptr + at, mask=m, other=0.0)
     if DLSE:
-        dlse = tl.load(dlse_ptr + row, mask=m, other=0.0)
+        shift += tl.load(dlse_ptr + row, mask=m, other=0.0)
     for j in range(n):
         jt = tl.cast(j, tl.int64) * T
         s = tl.load(s_ptr + at + jt, mask=m, other=0.0)
         r = tl.load(r_ptr + jt + t, mask=t < T, other=0.0)
         a = tl.exp(tl.where(m, s, -float("inf")) - lse) / total
-        ds = tl.load(g_ptr + at + jt, mask=m, other=0.0) - first - mean
-        if DLSE:
-            ds += dlse
-        ds = a * ds
+        ds = a * (tl.load(g_ptr + at + jt, mask=m, other=0.0) + shift)
         tl.store(a_ptr + at + jt, a, mask=m)
         tl.store(g_ptr + at + jt, ds * r[None, :], mask=m)
         tl.store(c_ptr + jt + t, tl.sum(ds * s, 0) * r * r / D, mask=t < T)
