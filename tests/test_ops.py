@@ -272,6 +272,19 @@ def test_a_second_derivative_is_refused(loss):
     assert torch.autograd.gradgradcheck(lambda q: tw.attention(q, q, q, impl="reference"), q)
 
 
+def test_autocast_rounds_what_goes_in_and_nothing_inside():
+    """700 keys: in tiles, whose products are fp32's."""
+    given = [torch.randn(1, 2, 700, 16, requires_grad=True) for _ in range(3)]
+    terms, runs = tw.Shaw(torch.randn(9, 16), left=4, right=4), []
+    for enabled in (True, False):
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            low = given if enabled else [x.bfloat16() for x in given]
+            o, lse = tw.attention(*low, terms=terms, return_lse=True, impl="blocked")
+            runs.append((o, lse, *torch.autograd.grad((o.float().square().sum() + lse.sum()), given)))
+    for a, b in zip(*runs, strict=True):
+        assert torch.equal(a, b)
+
+
 def test_a_second_derivative_through_lse_is_refused():
     q, k, v = (torch.randn(1, 1, 4, 8, requires_grad=True) for _ in range(3))
     s = torch.tensor(2.0, requires_grad=True)

@@ -6,6 +6,8 @@ Forward keeps the running maximum and sum of each row; backward recomputes P fro
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -20,6 +22,18 @@ FUSED_ROWS = 768
 """Rows of a call to the fused kernel under a window: its fastest split begins there, and more see more hidden keys."""
 
 
+def _exact_products(function):
+    """Under autocast the products of fp32 tiles would be taken in bf16: an error of 0.2 % of a score."""
+
+    @functools.wraps(function)
+    def run(call: Call, *args) -> None:
+        with torch.autocast(call.q.device.type, enabled=False):
+            function(call, *args)
+
+    return run
+
+
+@_exact_products
 def forward(call: Call, o: Tensor, lse: Tensor) -> None:
     """Fill o [B, H, Tq, d_v] and lse [B, H, Tq]."""
     plan = Plan(call)
@@ -118,6 +132,7 @@ def _fused(plan: Plan, o: Tensor, lse: Tensor) -> None:
             o[entry, :, rows], lse[entry, :, rows] = O.to(o.dtype), row_lse
 
 
+@_exact_products
 def backward(
     call: Call, do: Tensor, dlse: Tensor | None, o: Tensor, lse: Tensor, need: list[bool], grads: list[Tensor]
 ) -> None:

@@ -360,3 +360,11 @@ def test_importing_the_modules_needs_neither_triton_nor_transformers():
     code = "import sys, tilewise; before = set(sys.modules); import tilewise.nn, tilewise.depth; new = set(sys.modules)"
     code += "; assert 'transformers' not in new; assert 'triton' not in new - before"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+def test_a_residual_that_is_a_unit_of_fsdp2_is_refused():
+    """It returns no tensors, by which FSDP2 would know when to gather its parameters again: the backward crashed."""
+    residual = AttnRes(8, Schedule.block(4, 2))
+    residual.__class__ = type("FSDPAttnRes", (type("FSDPModule", (), {}), AttnRes), {})
+    with pytest.raises(RuntimeError, match="is a unit of FSDP2; expected to belong to its model's"):
+        residual(torch.randn(3, 8))

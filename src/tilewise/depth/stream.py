@@ -119,7 +119,10 @@ def chosen_norm(
     if norms is None:
         return weight
     if weight is not None and weight is not norms[sublayer]:
-        raise ValueError(f"norm_weight: found another tensor than norms[{sublayer}], expected the same one")
+        raise ValueError(
+            f"norm_weight: found another tensor than norms[{sublayer}], expected the same one (a layer that is a unit "
+            "of FSDP2 has other tensors inside than outside: make attention and MLP modules the units)"
+        )
     return norms[sublayer]
 
 

@@ -130,7 +130,14 @@ class AttnRes(nn.Module):
             TypeError: an embedding that is neither a tensor of floats nor a state, or norms that are no sequence of
                 tensors.
             ValueError: a width other than d, norms that are not L weights `[d]`, or a position that is not the state's.
+            RuntimeError: this module is a unit of FSDP2 by itself.
         """
+        # By name: importing FSDP takes longer than the package.
+        if any(kind.__name__ == "FSDPModule" for kind in type(self).__mro__):
+            raise RuntimeError(
+                f"{type(self).__name__} is a unit of FSDP2; expected to belong to its model's: it returns no tensors, "
+                "so its parameters would be freed before the backward pass. Shard attention and MLP modules and the root"
+            )
         resumed = isinstance(embedding, State)
         state = embedding if resumed else functional.begin(embedding)
         if state.sources[0].shape[-1] != self.d:
