@@ -136,7 +136,7 @@ class AttnRes(nn.Module):
         if any(kind.__name__ == "FSDPModule" for kind in type(self).__mro__):
             raise RuntimeError(
                 f"{type(self).__name__} is a unit of FSDP2; expected to belong to its model's: it returns no tensors, "
-                "so its parameters would be freed before the backward pass. Shard attention and MLP modules and the root"
+                "so its parameters would be freed before the backward pass. Shard attention, MLP modules and the root"
             )
         resumed = isinstance(embedding, State)
         state = embedding if resumed else functional.begin(embedding)
