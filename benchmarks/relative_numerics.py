@@ -2,9 +2,10 @@
 
     python benchmarks/relative_numerics.py --out numerics.json [--seconds 240] [--lengths 1024,4096,8192,16384]
 
-Each system runs in a process of its own, so that a crash costs its rows alone. One sequence, two heads × 64. A row has
-the relative L2 error of a tensor, its largest error, and what is allowed: twice what dense PyTorch errs in the same
-dtype plus rounding. `float32-tf32` sets PyTorch's own switch, for all systems and for what is allowed.
+Each system has a process of its own for each mechanism, so that a crash costs its rows alone; several run side by side,
+ours first. One sequence, two heads × 64. A row has the relative L2 error of a tensor, its largest error, and what is
+allowed: twice what dense PyTorch errs in the same dtype plus rounding. `float32-tf32` sets PyTorch's own switch, for
+all systems and for what is allowed.
 """
 
 from __future__ import annotations
@@ -12,9 +13,11 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -151,6 +154,7 @@ def main():
     parser.add_argument("--cases", default=",".join(MECHANISMS))
     parser.add_argument("--seconds", type=float, default=360, help="of everything, compiling included")
     parser.add_argument("--compile-seconds", type=float, default=120)
+    parser.add_argument("--processes", type=int, default=max(1, min(8, (os.cpu_count() or 2) // 2)), help="at a time")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--child", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -166,29 +170,35 @@ def main():
 
         jobs = [("numerics", name, label, N) for N in lengths for name in cases for label in dtypes]
         precompile(jobs, arguments.compile_seconds)
-    rows = []
-    chosen = arguments.systems.split(",")
-    for position, system in enumerate(chosen):
-        # Ours first, with half of the time; what it leaves goes to the others in equal shares.
-        share = 0.5 if position == 0 < len(chosen) - 1 else 1.0 / (len(chosen) - position)
-        limit = max(5.0, share * (end - time.time()))
-        command = [sys.executable, __file__, "--child", system, "--lengths", arguments.lengths, "--dtypes",
-                   arguments.dtypes, "--device", arguments.device, "--cases", arguments.cases]  # fmt: skip
+    chosen = [(system, case) for system in arguments.systems.split(",") for case in RUNS[system] if case in cases]
+    own = [arguments.lengths, "--dtypes", arguments.dtypes, "--device", arguments.device]
+
+    def finished(job):
+        """(lines, how it ended) of one process."""
+        words = [sys.executable, __file__, "--child", job[0], "--cases", job[1], "--lengths", *own]
+        limit = end - time.time()
+        if limit < 5.0:
+            return [], "no time left"
         try:
-            done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=limit)
+            done = subprocess.run(words, stdout=subprocess.PIPE, text=True, timeout=limit)
             out, how = done.stdout, f"exit status {done.returncode}"
         except subprocess.TimeoutExpired as error:
             out, how = (error.stdout or b"").decode(), f"stopped after {limit:.0f} s"
-        lines = [line for line in out.splitlines() if line.startswith("{") and line.endswith("}")]
-        rows += [json.loads(line) for line in lines]
-        print(f"{system}: {len(lines)} rows, {how}", flush=True)
-        for line in {r["error_text"] for r in rows if r["system"] == system and "error_text" in r}:
-            print(f"  {line}", flush=True)
+        return [line for line in out.splitlines() if line.startswith("{") and line.endswith("}")], how
+
+    rows, cut = [], False
+    with ThreadPoolExecutor(arguments.processes) as pool:
+        for (system, case), (lines, how) in zip(chosen, pool.map(finished, chosen), strict=True):
+            rows += [json.loads(line) for line in lines]
+            cut |= system == "tilewise" and how != "exit status 0"
+            print(f"{system}, {case}: {len(lines)} rows, {how}, {end - time.time():.0f} s left", flush=True)
+    for system, text in sorted({(row["system"], row["error_text"]) for row in rows if "error_text" in row}):
+        print(f"  {system}: {text}", flush=True)
     print("\n".join(table(rows)), flush=True)
     from rounds import environment
 
     Path(arguments.out).write_text(json.dumps({**environment(arguments.device), "rows": rows}))
-    if not rows or any(r["system"] == "tilewise" and not (r.get("budget") and r.get("published")) for r in rows):
+    if cut or not rows or any(r["system"] == "tilewise" and not (r.get("budget") and r.get("published")) for r in rows):
         sys.exit(1)
 
 

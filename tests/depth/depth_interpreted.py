@@ -9,6 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
+from paired_sums import pair_sums
 from quick_interpreter import quicken
 from tilewise import depth
 from tilewise.bench import plain_residual
@@ -22,6 +23,7 @@ from tilewise.testing import assert_within_budget
 
 assert os.environ.get("TRITON_INTERPRET") == "1"
 quicken()
+pair_sums()
 F64 = torch.float64
 DTYPES = [torch.float16, torch.float32]
 
@@ -35,7 +37,10 @@ def make(n, S, T, d, dtype, correlation=0.0):
 
 
 def check(call, leaves, impl="triton"):
-    """Outputs and gradients of call(f, leaves) within the budget."""
+    """Outputs and gradients of call(f, leaves) within the budget, gradients of one shape as one tensor.
+
+    Each alone, some of 18 sources' largest errors are above dense PyTorch's in the same source by chance.
+    """
 
     def run(f, xs, **kw):
         xs = [None if x is None else x.detach().clone().requires_grad_() for x in xs]
@@ -46,16 +51,15 @@ def check(call, leaves, impl="triton"):
         seeds = [s.to(x.dtype) for s, x in zip(seeds, outs, strict=True)]
         live = [x for x in xs if x is not None]
         grads = torch.autograd.grad(outs, live, seeds, allow_unused=True)
-        return [*outs, *(torch.zeros_like(x) if g is None else g for x, g in zip(live, grads, strict=True))]
+        found = [torch.zeros_like(x) if g is None else g for x, g in zip(live, grads, strict=True)]
+        shapes = dict.fromkeys(x.shape for x in found)
+        return [*outs, *(torch.stack([x for x in found if x.shape == shape]) for shape in shapes)]
 
     got = run(depth, leaves, impl=impl)
     low = run(dense, leaves)
     exact = run(R, [None if x is None else x.double() for x in leaves])
-    # The interpreter adds a fused reduction one element after another, a GPU (and PyTorch) as a tree: fp32 rounding of
-    # sums over d grows with d here, not with log d. Measured up to 2.1 times the budget; on a device the factor is 2.
-    factor = 8.0 if leaves[0].dtype == torch.float32 else 2.0
     for k, xs in enumerate(zip(got, low, exact, strict=True)):
-        assert_within_budget(f"result {k}", *xs, factor=factor)
+        assert_within_budget(f"result {k}", *xs)
 
 
 @pytest.fixture(params=["few", "many"])

@@ -87,6 +87,30 @@ def test_a_source_that_is_alone_has_weight_one_whatever_its_lse_rounds_to(monkey
     assert not c.any()
 
 
+def test_the_gradient_of_lse_is_not_rounded_to_that_of_outputs():
+    """Of a source that is alone <dO, v - o> is 0, whatever <dO, v> is."""
+    S, T = 4, 32
+    s, g, dlse = torch.randn(S, 1, T), 80 * torch.randn(S, 1, T), 0.1 * torch.randn(S, T)
+    a, c, r, found = torch.empty(S, 1, T), torch.empty(1, T), torch.ones(1, T), g.clone()
+    weights_kernel[(1,)](s, s[:, 0].contiguous(), dlse, r, found, a, c, T, 1, S, DLSE=True, BS=S, BT=T, D=64)
+    assert torch.equal(found[:, 0], dlse)
+
+
+def test_all_of_a_gradient_goes_to_a_source_that_is_alone(monkeypatch):
+    """A GPU takes the product in a score into its difference from the largest one, which then is not 0."""
+    exp = interpreter.InterpreterBuilder.create_exp
+
+    def of_a_residue(self, x):
+        return exp(self, interpreter.TensorHandle(x.data + np.float32(1e-6) * (x.data == 0), x.dtype.scalar))
+
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_exp", of_a_residue)
+    T, d = 4, 64
+    v, w, seed = torch.randn(T, d, requires_grad=True), torch.randn(d, requires_grad=True), torch.randn(T, d)
+    dv, dw = torch.autograd.grad(depth.mix([v], w, impl="triton"), (v, w), seed)
+    assert torch.equal(dv, seed)
+    assert not dw.any()
+
+
 @pytest.mark.usefixtures("tokens")
 def test_a_large_source_of_little_weight_takes_no_digits_of_the_others():
     """Its <dO, v> is large and its weight nothing, so what is subtracted from the others' must not pass through it."""

@@ -110,18 +110,21 @@ def mix_fwd_kernel(
 
 
 @triton.jit
-def _give(v, q, h, dh, mx, l, eps, D: tl.constexpr):
+def _give(v, q, h, dh, mx, l, eps, ALONE: tl.constexpr, D: tl.constexpr):
     """(dv, dq of this row) of one source: a dh + ds (r q - s r^2 / d v), ds = a <dh, v - h>.
 
     The difference is taken before the sum: with correlated sources <dh, v> and <dh, h> cancel, v - h does not round.
-    It is exactly 0 for a source that is alone.
+    It is exactly 0 for a source that is alone, whose weight is 1: s, formed anew, is off by a unit of mx on a GPU.
     """
     exact: tl.constexpr = v.dtype == tl.float32
     v = v.to(tl.float32)
     vv, vq, g = tl.reduce((v * v, v * q, (v - h) * dh), 0, sum3)
     r = rstd(vv, eps, D, exact)
     s = vq * r
-    a = tl.exp(s - mx) / l
+    if ALONE:
+        a = tl.where(tl.abs(s) < float("inf"), 1.0, float("nan"))
+    else:
+        a = tl.exp(s - mx) / l
     ds = a * g
     return a * dh + ds * (r * q - (s * r * r / D) * v), ds * r * v
 
@@ -156,6 +159,7 @@ def mix_bwd_kernel(
 ):
     """The mix is recomputed and stays in fp32 registers."""
     dtype: tl.constexpr = dy_ptr.dtype.element_ty
+    alone: tl.constexpr = N == 1 and not PREFIX and not TABLE
     c = tl.arange(0, BD)
     m = c < D
     q = tl.load(q_ptr + c, mask=m, other=0.0)
@@ -186,7 +190,7 @@ def mix_bwd_kernel(
             dw += h * rh * dh
             dh = (wdy - h * (rh * rh * hw / D)) * rh
         for j in tl.static_range(N):
-            dv, dqj = _give(tl.load(sources[j] + row, mask=m, other=0.0), q, h, dh, mx, l, eps, D)
+            dv, dqj = _give(tl.load(sources[j] + row, mask=m, other=0.0), q, h, dh, mx, l, eps, alone, D)
             dq += dqj
             if ADD:
                 dv += tl.load(grads[j] + out, mask=m, other=0.0)
@@ -194,14 +198,14 @@ def mix_bwd_kernel(
         if TABLE:
             for j in range(n):
                 v = tl.load(aligned(table, j, dtype) + row, mask=m, other=0.0)
-                dv, dqj = _give(v, q, h, dh, mx, l, eps, D)
+                dv, dqj = _give(v, q, h, dh, mx, l, eps, alone, D)
                 dq += dqj
                 grad = aligned(grad_table, j, GRAD) + out
                 if ADD:
                     dv += tl.load(grad, mask=m, other=0.0)
                 tl.store(grad, dv.to(GRAD), mask=m)
         if PREFIX:
-            dv, dqj = _give(tl.load(p_ptr + out, mask=m, other=0.0), q, h, dh, mx, l, eps, D)
+            dv, dqj = _give(tl.load(p_ptr + out, mask=m, other=0.0), q, h, dh, mx, l, eps, alone, D)
             dq += dqj
             if DP:
                 dv += tl.load(dp_ptr + out, mask=m, other=0.0).to(tl.float32)

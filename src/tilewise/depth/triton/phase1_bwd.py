@@ -69,7 +69,8 @@ def weights_kernel(
     s_ptr, lse_ptr, dlse_ptr, r_ptr, g_ptr, a_ptr, c_ptr, T, n, S, DLSE: tl.constexpr, BS: tl.constexpr,
     BT: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
-    """a = softmax(s); ds = a (g - delta + dlse); g becomes ds r; c[j] = sum_l ds s r^2 / d."""
+    """a = softmax(s); ds = a (g - delta + dlse); g becomes ds r; c[j] = sum_l ds s r^2 / d. A quotient of two equal
+    numbers is 1 only if it is rounded correctly, which the plain one is not on a GPU."""
     t = tl.program_id(0) * BT + tl.arange(0, BT)
     q = tl.arange(0, BS)
     m = (q < S)[:, None] & (t < T)[None, :]
@@ -89,14 +90,16 @@ def weights_kernel(
     if n == 1:
         # Exactly: a g / a is g but for a unit on a GPU, and the query's gradient would be that unit of g.
         shift = -tl.load(g_ptr + at, mask=m, other=0.0)
+    dlse = tl.zeros([BS, BT], tl.float32)
     if DLSE:
-        shift += tl.load(dlse_ptr + row, mask=m, other=0.0)
+        dlse = tl.load(dlse_ptr + row, mask=m, other=0.0)
     for j in range(n):
         jt = tl.cast(j, tl.int64) * T
         s = tl.load(s_ptr + at + jt, mask=m, other=0.0)
         r = tl.load(r_ptr + jt + t, mask=t < T, other=0.0)
-        a = tl.exp(tl.where(m, s, -float("inf")) - lse) / total
-        ds = a * (tl.load(g_ptr + at + jt, mask=m, other=0.0) + shift)
+        a = tl.div_rn(tl.exp(tl.where(m, s, -float("inf")) - lse), total)
+        # g - delta first: dlse, which is far smaller, would lose digits in a sum with delta.
+        ds = a * ((tl.load(g_ptr + at + jt, mask=m, other=0.0) + shift) + dlse)
         tl.store(a_ptr + at + jt, a, mask=m)
         tl.store(g_ptr + at + jt, ds * r[None, :], mask=m)
         tl.store(c_ptr + jt + t, tl.sum(ds * s, 0) * r * r / D, mask=t < T)
