@@ -91,13 +91,13 @@ def layer(plan, index, *, T=4096, H=20, Hk=4, d=128, forward=True, **options):
     kernels.backward(O, q, k, v, O, lse, gain, centre, bounds, *given, call.options_of(call.backward))
 
 
-def decoding(T=8192, H=20, Hk=4, d=128, queries=1):
+def decoding(T=8192, H=20, Hk=4, d=128, queries=1, row_dtype=torch.float32):
     """One step of a middle layer, which reads and writes a row of scores."""
     q, k, v = (
         torch.empty(1, h, n, d, dtype=torch.bfloat16, device="meta") for h, n in ((H, queries), (Hk, T), (Hk, T))
     )
-    row = torch.empty(1, H, queries, T, device="meta")
-    given = {"mask": None, "offset": None, "gain": None, "sink": None, "row_dtype": None}
+    row = torch.empty(1, H, queries, T, device="meta", dtype=row_dtype)
+    given = {"mask": None, "offset": None, "gain": None, "sink": None, "row_dtype": row_dtype}
     decode.decode(q, k, v, row, 1, CarriedConfig(), **given)
 
 
@@ -123,5 +123,7 @@ if __name__ == "__main__":
         if name == "decode":
             decoding()
             decoding(queries=8)
+            compiled_here.clear()
+            decoding(row_dtype=torch.float16)
         else:
             layer(**CASES[name])

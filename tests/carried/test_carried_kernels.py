@@ -109,6 +109,14 @@ def test_kernels_compile_for_hopper_within_its_shared_memory(name):
         assert kernel not in ("attend", "keys_gradient") or found["exps"] * products == found["dots"]
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the driver's own target is used where there is a GPU")
+def test_decoding_keeps_its_scores_in_one_layout():
+    """An fp16 row takes fewer registers than an fp32 one unless its sums move to a layout of their own."""
+    lines = [x for x in script("compiled_kernels.py", "decode").splitlines() if "decode_keys" in x]
+    fp32, _, fp16 = (int(re.search(r"registers (\d+)", x).group(1)) for x in lines)
+    assert fp16 <= fp32
+
+
 # Three layers summed with dropout needed 237,600 bytes, one layer of width 256 with dropout 234,496, four layers of
 # width 256 in fp32 294,912, and decoding with 64 query rows of width 256 278,528: more than sm_90 has.
 WITHIN = {

@@ -108,8 +108,12 @@ def decode_keys(q, k, v, o, m_out, l_out, z_in, z_out, gains, sink, offsets, bou
         u = tl.dot(tile, tl.trans(kt), input_precision="ieee")
         if ENTERS:
             entered = tl.load(z_in + row[:, None] * Tk + j[None, :], mask=stored, other=0.0).to(tl.float32)
-            # Not u + …, which Triton merges into the product: every product of fp32 would round at the sum's size.
-            u = tl.fma(tl.broadcast_to(gain[:, None], u.shape), entered, u)
+            if tile.dtype == tl.float32:
+                # Not u + …, which Triton merges into the product: every product would round at the sum's size.
+                u = tl.fma(tl.broadcast_to(gain[:, None], u.shape), entered, u)
+            else:
+                # With a multiply-add Triton 3.6 moves an fp16 row's sums to another layout: 255 registers for 181.
+                u += gain[:, None] * entered
         seen = visible(lo, hi, j)
         if WRITES:
             z = tl.where(seen, u, 0.0)
