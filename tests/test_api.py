@@ -2,7 +2,9 @@
 
 import subprocess
 import sys
+from fractions import Fraction
 
+import numpy as np
 import pytest
 import torch
 
@@ -144,6 +146,7 @@ WRONG = {
     "no lengths": (dict(mask=lambda: tw.Mask.lengths(None)), TypeError, "lengths is None; expected integers, as a list or a tensor"),
     "packed total": (dict(mask=lambda: tw.Mask.packed([0, 5], total=-3)), ValueError, "total is -3; expected an integer"),
     "broken window": (dict(mask=lambda: tw.Mask.window(1.5)), TypeError, r"window is \(1.5, 0\); expected two integers"),
+    "tensor offset": (dict(offset=torch.tensor(1)), TypeError, r"offset is tensor\(1\); expected an integer"),
     "broken offset": (dict(offset=1.5), TypeError, "offset is 1.5; expected an integer"),
     "huge offset": (dict(offset=2**70), TypeError, "offset is 1180591620717411303424; expected an integer within ±2²⁹"),
     "scale": (dict(scale=float("nan")), ValueError, "scale is nan; expected a finite number"),
@@ -227,6 +230,37 @@ def test_any_finite_scale(impl, terms, scale):
         strict=True,
     ):  # fmt: skip
         torch.testing.assert_close(got.double(), wanted, rtol=1e-3, atol=1e-4)
+
+
+class Whole:
+    """An integer of no library."""
+
+    def __init__(self, value):
+        self.value = value
+
+    def __index__(self):
+        return self.value
+
+
+@pytest.mark.parametrize("number", [np.int64, np.uint8, np.array, Whole])
+def test_integers_of_any_library(number):
+    n, q = number, qkv()[0]
+    given = tw.attention(
+        q, q, q, offset=n(2), mask=tw.Mask.window(n(5), n(3)) & tw.Mask(left=n(6)),
+        terms=tw.Scalar(torch.ones(4, 23), tw.identity(n(11))),
+    )  # fmt: skip
+    mask = tw.Mask.window(5, 3)
+    assert torch.equal(
+        given, tw.attention(q, q, q, offset=2, mask=mask, terms=tw.Scalar(torch.ones(4, 23), tw.identity(11)))
+    )
+    assert tw.Mask.packed([0, 5], total=n(9)).bounds.shape == (1, 9, 2)
+
+
+@pytest.mark.parametrize("number", [np.float32, np.float16, np.float64, Fraction])
+def test_numbers_of_any_library(number):
+    q = qkv()[0]
+    assert torch.equal(tw.attention(q, q, q, scale=number(0.5)), tw.attention(q, q, q, scale=0.5))
+    assert tw.attention(q, q, q, dropout_p=number(0.5)).shape == q.shape
 
 
 def test_masks_join():

@@ -307,15 +307,3 @@ def test_a_trace_of_one_length_is_refused(offset):
     q = torch.randn(1, 2, 9, 8)
     with pytest.raises(RuntimeError, match=r"record attention for one length alone; expected torch\.export"):
         torch.jit.trace(lambda q: tw.attention(q, q, q, offset=offset), (q,), check_trace=False)
-
-
-@pytest.mark.parametrize("transform", [torch.func.grad, torch.func.vmap, torch.func.jacrev])
-def test_transforms_are_refused_with_the_implementation_that_has_them(transform):
-    q = torch.randn(2, 1, 2, 9, 8)
-    q = q if transform is torch.func.vmap else q[0]
-    loss = lambda impl: transform(lambda q: tw.attention(q, q, q, impl=impl).square().sum())  # noqa: E731
-    assert loss("reference")(q).isfinite().all()
-    with pytest.raises(
-        RuntimeError, match=r"torch\.func is active; impl='blocked' has none, expected impl='reference'"
-    ):
-        loss("auto")(q)

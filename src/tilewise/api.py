@@ -5,14 +5,17 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Iterable
 from dataclasses import replace
+from numbers import Real
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from .call import Call, Options, Unsupported
-from .mask import Mask
+from .mask import Mask, unreadable
 from .ops import attend
 from .reference import attention_reference
+from .rows import as_tokens
 from .terms import Port, QueryBias, Term, flatten, lower, spec_of
 
 __all__ = ["IMPLEMENTATIONS", "Unsupported", "attention", "why_not"]
@@ -43,14 +46,16 @@ def attention(
 
     S_ij = τ·(q_i·k_j + terms) + scalar terms (:mod:`tilewise.terms` has the equation), O = softmax(S)·V over the keys
     that the mask shows. Differentiable once in q, k, v and every tensor of the terms, by autograd: torch.func's
-    transforms, batched gradients and forward mode need ``impl="reference"``. A program exported with ``strict=False``
-    infers and trains; one exported with ``strict=True`` infers alone. An :func:`~tilewise.explicit` map has to be made
-    again where such a program is loaded.
+    transforms, batched gradients and forward mode need ``impl="reference"``, and are refused elsewhere, in compiled
+    calls too. A program exported with ``strict=False`` infers and trains; one exported with ``strict=True`` infers
+    alone; forward mode loses its tangents in both, as in other custom operators. An :func:`~tilewise.explicit` map has
+    to be made again where such a program is loaded.
 
     Args:
         q: [B, H, Tq, d], fp64, fp32, bf16 or fp16.
         k: [B, Hk, Tk, d]; Hk divides H (query heads h share key head h // (H / Hk)).
-        v: [B, Hk, Tk, d_v]. Keys and values that the mask hides must be finite too: 0 · NaN is NaN, here as in PyTorch.
+        v: [B, Hk, Tk, d_v]. Keys and values that the mask hides must be finite too, and so must dO·v: 0 · NaN is NaN,
+            here as in PyTorch. Scores that it hides may overflow.
         terms: what :class:`~tilewise.Scalar` … or a constructor such as :func:`~tilewise.T5` made; they may be nested.
         mask: a :class:`~tilewise.Mask`; None shows every key.
         scale: τ; default 1/√d.
@@ -92,10 +97,7 @@ def attention(
             call.q, call.k, call.v, call.ports, call.mask, call.scale, call.offset, call.dropout_p, call.seed
         )
     else:
-        if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
-            raise RuntimeError(
-                f"a transform of torch.func is active; impl={chosen!r} has none, expected impl='reference'"
-            )
+        _check_derivatives(call, chosen)
         o, lse = attend(call, spec_of(call.ports), chosen)
     if empty_rows == "uniform" and call.k.shape[2]:
         mean = call.v.mean(-2, keepdim=True).repeat_interleave(q.shape[1] // v.shape[1], dim=1)
@@ -117,10 +119,10 @@ def prepared(q, k, v, terms, mask, scale, offset, dropout_p, options) -> tuple[C
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
     Tq, Tk = q.shape[2], k.shape[2]
     scale = q.shape[-1] ** -0.5 if scale is None else _number("scale", scale)
-    offset = Tk - Tq if offset is None else offset
+    offset = Tk - Tq if offset is None else as_tokens("offset", offset)
     # A mask without a window reaches 2³⁰ tokens.
-    if not isinstance(offset, (int, torch.SymInt)) or not -(2**29) < offset < 2**29:
-        raise TypeError(f"offset is {offset!r}; expected an integer within ±2²⁹")
+    if not -(2**29) < offset < 2**29:
+        raise TypeError(f"offset is {offset}; expected an integer within ±2²⁹")
     mask = Mask() if mask is None else mask
     if not isinstance(mask, Mask):
         call = "Mask.full(mask) or Mask.padding(mask)" if isinstance(mask, Tensor) else "such as Mask.causal()"
@@ -162,6 +164,22 @@ def _choose(call: Call, impl: str) -> str:
         runs = "Without these options it runs." if _forced(call) else "impl='blocked' runs it."
         raise Unsupported(f"impl={impl!r} cannot run this call: {'; '.join(reasons)}. {runs}")
     return impl
+
+
+def _check_derivatives(call: Call, impl: str) -> None:
+    """RuntimeError under what attention() has no rule for. Dynamo, which would trace past it, evaluates this too."""
+    if torch._C._are_functorch_transforms_active():
+        found = "a transform of torch.func"
+    elif forward_ad._current_level < 0:
+        return
+    # Dynamo's tensors have no tangents. What it refuses runs eagerly, unless fullgraph=True.
+    elif torch.compiler.is_compiling() or any(
+        forward_ad.unpack_dual(x).tangent is not None for x in (call.q, call.k, call.v, *call.tensors)
+    ):
+        found = "forward-mode differentiation"
+    else:
+        return
+    raise RuntimeError(f"{found} is active; impl={impl!r} has none, expected impl='reference'")
 
 
 def _forced(call: Call) -> list[str]:
@@ -259,13 +277,16 @@ def _check_values(name: str, x: Tensor) -> None:
     if not x.dtype.is_floating_point:
         raise TypeError(f"{name} is {x.dtype}; expected a floating dtype")
     # Reading a tensor on a GPU would stall the stream; there a NaN shows in the output instead.
-    if x.device.type == "cpu" and not torch.compiler.is_compiling() and bool(x.isnan().any()):
+    if x.device.type == "cpu" and not unreadable() and bool(x.isnan().any()):
         raise ValueError(f"{name} has NaN entries; expected numbers")
 
 
 def _number(name: str, value: object) -> float:
     if not isinstance(value, (int, float)):
-        raise TypeError(f"{name} is {value!r}; expected a number")
+        # NumPy's scalars are such; a tensor is not.
+        if not isinstance(value, Real):
+            raise TypeError(f"{name} is {value!r}; expected a number")
+        value = float(value)
     if isinstance(value, int) and abs(value) > _HUGE:
         raise ValueError(f"{name} is an integer of {value.bit_length()} bits; expected a finite number")
     value = float(value)

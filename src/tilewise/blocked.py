@@ -22,6 +22,9 @@ __all__ = ["backward", "forward"]
 FUSED_ROWS = 768
 """Rows of a call to the fused kernel under a window: its fastest split begins there, and more see more hidden keys."""
 
+LARGEST = 1e4
+"""The largest lse that the fused kernel serves: half a rounding of it is 5e-4 of P."""
+
 
 def _exact_products(function):
     """Under autocast the products of fp32 tiles would be taken in bf16: an error of 0.2 % of a score."""
@@ -40,8 +43,7 @@ def _exact_products(function):
 def forward(call: Call, o: Tensor, lse: Tensor) -> None:
     """Fill o [B, H, Tq, d_v] and lse [B, H, Tq]."""
     plan = Plan(call)
-    if _fusable(plan):
-        _fused(plan, o, lse)
+    if _fusable(plan) and _fused(plan, o, lse):
         return
     for b, key_heads in plan.planes():
         for block in plan.blocks(b, key_heads):
@@ -90,12 +92,9 @@ def _fusable(plan: Plan) -> bool:
         and plan.key_ranges() is not None
         # The fused kernel turns NaN scores into zeros and a row whose scores are all −∞ into one that sees keys; tiles
         # do neither. A sum costs one pass over q or k.
-        and all(bool(x.detach().sum().isfinite()) for x in (call.q, call.k)) and not _hides(terms.bias)
+        and all(bool(x.detach().sum().isfinite()) for x in (call.q, call.k))
+        and (terms.bias is None or bool((terms.bias > float("-inf")).all()))
     )  # fmt: skip
-
-
-def _hides(bias: Tensor | None) -> bool:
-    return bias is not None and bool((bias == float("-inf")).any())
 
 
 def _by_rows(x: Tensor) -> Tensor:
@@ -103,8 +102,12 @@ def _by_rows(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _fused(plan: Plan, o: Tensor, lse: Tensor) -> None:
-    """Forward of a call that is fusable. The window is a part of the vector, since it too depends on δ alone."""
+def _fused(plan: Plan, o: Tensor, lse: Tensor) -> bool:
+    """Forward of a call that is fusable. The window is a part of the vector, since it too depends on δ alone.
+
+    False, and nothing of worth in o and lse, if scores are so large that the backward, which makes tiles of them, would
+    not find them again: the kernel multiplies by τ after the product, so its scores are others by a rounding.
+    """
     call, mask = plan.call, plan.call.mask
     B, H, Tq, _ = call.q.shape
     bias, ranges = plan.terms.all_offsets(), plan.key_ranges()
@@ -127,12 +130,16 @@ def _fused(plan: Plan, o: Tensor, lse: Tensor) -> None:
                 _by_rows(q[entry, :, rows].flip(2).to(plan.dtype)), k[entry, :, lo:hi], v[entry, :, lo:hi],
                 attn_mask=view, scale=call.scale,
             )  # fmt: skip
+            least, most = torch.aminmax(row_lse)
+            if not (-LARGEST <= least.item() and most.item() <= LARGEST):
+                return False
             O, row_lse = O.flip(2), row_lse.flip(2)
             if bounded:
                 at = torch.arange(i0, rows.stop) + call.offset
                 empty = (at - mask.left >= hi) | (at + mask.right < lo)
                 O, row_lse = O.masked_fill(empty[:, None], 0.0), row_lse.masked_fill(empty, float("-inf"))
             o[entry, :, rows], lse[entry, :, rows] = O.to(o.dtype), row_lse
+    return True
 
 
 @_exact_products

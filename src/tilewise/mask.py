@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from .rows import as_tokens
+
 __all__ = ["UNBOUNDED", "Mask"]
 
 UNBOUNDED = 2**30
@@ -45,9 +47,8 @@ class Mask:
 
     def __post_init__(self) -> None:
         for name in ("left", "right"):
-            side = getattr(self, name)
-            if not isinstance(side, (int, torch.SymInt)):
-                raise TypeError(f"mask.{name} is {side!r}; expected an integer")
+            side = as_tokens(f"mask.{name}", getattr(self, name))
+            object.__setattr__(self, name, side)
             if side < 0 or side >= 2**62:
                 raise ValueError(f"mask.{name} is {side}; expected a number from 0 to 2⁶² − 1")
         for name in ("bounds", "keys", "dense"):
@@ -63,8 +64,10 @@ class Mask:
     @classmethod
     def window(cls, left: int, right: int = 0) -> Mask:
         """At most `left` tokens back and `right` ahead, both ≥ 0. Causal sliding window: ``window(W - 1)``."""
-        if not all(isinstance(side, (int, torch.SymInt)) for side in (left, right)):
-            raise TypeError(f"window is ({left}, {right}); expected two integers")
+        try:
+            left, right = as_tokens("left", left), as_tokens("right", right)
+        except TypeError:
+            raise TypeError(f"window is ({left}, {right}); expected two integers") from None
         if left < 0 or right < 0:
             raise ValueError(f"window is ({left}, {right}); expected two numbers ≥ 0")
         return cls(left=left, right=right)
@@ -83,7 +86,7 @@ class Mask:
             raise ValueError(
                 f"lengths and starts have shapes {tuple(hi.shape)} and {tuple(lo.shape)}; expected [B] twice"
             )
-        if hi.device.type == "cpu" and not _compiling() and bool(((lo < 0) | (hi < lo)).any()):
+        if hi.device.type == "cpu" and not unreadable() and bool(((lo < 0) | (hi < lo)).any()):
             raise ValueError(f"lengths {hi.tolist()} and starts {lo.tolist()}; expected 0 ≤ starts ≤ lengths")
         return cls(bounds=torch.stack((lo, hi), -1)[:, None])
 
@@ -99,7 +102,7 @@ class Mask:
             raise ValueError(
                 f"padding mask has shape {tuple(mask.shape)}; expected [B, Tk] (a [B, H, Tq, Tk] mask is Mask.full)"
             )
-        if mask.dtype != torch.bool and mask.device.type == "cpu" and not _compiling():
+        if mask.dtype != torch.bool and mask.device.type == "cpu" and not unreadable():
             if not bool(((mask == 0) | (mask == 1)).all()):
                 raise ValueError("padding mask has values other than 0 and 1; expected 1 or True where a token is real")
         return cls(keys=mask if mask.dtype == torch.bool else mask != 0)
@@ -116,12 +119,12 @@ class Mask:
         cu = _integers("cu_seqlens", cu_seqlens)
         if cu.dim() != 1 or cu.numel() < 2:
             raise ValueError(f"cu_seqlens has shape {tuple(cu.shape)}; expected [documents + 1]")
-        if cu.device.type == "cpu" and not _compiling() and (int(cu[0]) != 0 or bool((cu.diff() < 0).any())):
+        if cu.device.type == "cpu" and not unreadable() and (int(cu[0]) != 0 or bool((cu.diff() < 0).any())):
             raise ValueError(f"cu_seqlens is {cu.tolist()}; expected numbers rising from 0")
         if total is None:
             total = int(cu[-1])
-        elif not isinstance(total, (int, torch.SymInt)) or total < 0:
-            raise ValueError(f"total is {total!r}; expected an integer, cu_seqlens[-1] or more")
+        elif (total := as_tokens("total", total)) < 0:
+            raise ValueError(f"total is {total}; expected an integer, cu_seqlens[-1] or more")
         document = torch.searchsorted(cu, torch.arange(total, dtype=torch.int32, device=cu.device), right=True)
         ends = torch.cat((cu, cu[-1:]))
         return cls(bounds=torch.stack((ends[document - 1], ends[document]), -1)[None])
@@ -186,7 +189,7 @@ class Mask:
             ):
                 wanted = ", ".join(" or ".join(map(str, dict.fromkeys(s))) for s in sizes)
                 raise ValueError(f"mask.{name} has shape {tuple(tensor.shape)}; expected [{wanted}]")
-        if self.bounds is not None and self.bounds.device.type == "cpu" and not _compiling() and self.bounds.numel():
+        if self.bounds is not None and self.bounds.device.type == "cpu" and not unreadable() and self.bounds.numel():
             far = int(self.bounds.max())
             if far > Tk or int(self.bounds.min()) < 0:
                 raise ValueError(f"mask.bounds reach from {int(self.bounds.min())} to {far}; expected 0 to Tk = {Tk}")
@@ -238,10 +241,11 @@ def _integers(name: str, values: Sequence[int] | Tensor) -> Tensor:
         raise TypeError(f"{name} is {values!r}; expected integers, as a list or a tensor") from error
     if given.dtype.is_floating_point or given.dtype == torch.bool:
         raise TypeError(f"{name} are {given.dtype}; expected integers")
-    if given.device.type == "cpu" and not _compiling() and given.numel() and int(given.abs().max()) >= 2**31:
+    if given.device.type == "cpu" and not unreadable() and given.numel() and int(given.abs().max()) >= 2**31:
         raise ValueError(f"{name} reach {int(given.abs().max())}; expected numbers below 2³¹")
     return given.to(torch.int32)
 
 
-def _compiling() -> bool:
-    return torch.compiler.is_compiling()
+def unreadable() -> bool:
+    """Whether no value of a tensor can be read: torch.compile has none yet, torch.func.vmap has many."""
+    return torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()

@@ -111,6 +111,18 @@ def _(do, dlse, o, lse, kept, need, q, k, v, tensors, *rest):
     return *grads[:3], grads[3:]
 
 
+def _batched(*args):
+    raise RuntimeError(
+        "tilewise.attention has no rule for batches of gradients or of calls (is_grads_batched, vectorize=True, vmap): "
+        "take them one by one, or with impl='reference'"
+    )
+
+
+for _name in ("attn_fwd", "attn_bwd"):
+    for _key in ("Batched", "FuncTorchBatched"):
+        _lib.impl(_name, _batched, _key)
+
+
 register_when_counted()
 
 

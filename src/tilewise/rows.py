@@ -116,7 +116,11 @@ def identity(reach: int, descending: bool = False) -> RowMap:
         >>> identity(3, descending=True)(torch.tensor([3, 0, -3])).tolist()
         [0, 3, 6]
     """
-    _require(isinstance(reach, (int, torch.SymInt)) and reach >= 0, "reach", reach, "an integer ≥ 0")
+    try:
+        reach = as_tokens("reach", reach)
+    except TypeError:
+        _require(False, "reach", reach, "an integer ≥ 0")
+    _require(reach >= 0, "reach", reach, "an integer ≥ 0")
     return RowMap("identity", (reach, _flag("descending", descending)), 2 * reach + 1)
 
 
@@ -246,6 +250,15 @@ def as_integer(name: str, value: object) -> int:
         return index(value)
     except TypeError:
         raise TypeError(f"{name} is {value!r}; expected an integer") from None
+
+
+def as_tokens(name: str, value: object) -> int | torch.SymInt:
+    """The value as a number of tokens: an int, or a compiler's symbol for one. A tensor is refused, not read."""
+    if isinstance(value, (int, torch.SymInt)):
+        return value
+    if isinstance(value, Tensor):
+        raise TypeError(f"{name} is {value!r}; expected an integer")
+    return as_integer(name, value)
 
 
 def _flag(name: str, value: object) -> int:

@@ -175,7 +175,7 @@ class Plan:
                 yield Tile(j0, j1, at, slice(w, w + n + j1 - j0 - 1), whole)
 
     def seen(self, block: Block, tile: Tile) -> Tensor:
-        """1 where the mask shows the key and 0 elsewhere, as [1 or heads, 1 or n, m]; rows descend."""
+        """Whether the mask shows the key, as [1 or heads, 1 or n, m]; rows descend."""
         mask = self.call.mask
         j = torch.arange(tile.j0, tile.j1, device=self.device)
         delta = torch.arange(block.i1 - 1, block.i0 - 1, -1, device=self.device)[:, None] + self.call.offset - j
@@ -190,7 +190,7 @@ class Plan:
             dense = mask.dense[block.b if mask.dense.shape[0] > 1 else 0]
             dense = dense if dense.shape[0] == 1 else dense[block.heads]
             seen = seen & dense[:, block.rows, tile.keys].flip(1)
-        return seen.to(self.dtype)
+        return seen
 
     def kept(self, block: Block, tile: Tile) -> Tensor:
         """Dropout's factor on P: 0 or 1 / (1 − p), [heads, n, m]."""
@@ -219,7 +219,8 @@ class Plan:
     def scores(self, block: Block, tile: Tile, minus: Tensor | None, seen: Tensor | None, name: str = "S") -> Tensor:
         """S − minus of a tile, [heads, n, m], in the workspace's buffer `name`; −∞ where the mask hides the key.
 
-        `minus` is [heads, n, 1].
+        `minus` is [heads, n, 1]. The sum with c is rounded as if nothing were subtracted: from 10⁸ on, other roundings
+        in the backward than in the forward would leave S − lse at hundreds, and its exp without bounds.
         """
         heads, terms, k = block.heads, self.terms, self.k[block.b, block.key_heads, tile.keys]
         q, c = self.shifted(block, tile.at)
@@ -233,11 +234,12 @@ class Plan:
                 left = self.repeated(k) * self.call.scale
                 G = self.projected(terms.keys, [left] * len(terms.keys), heads, tile.columns)
                 S.add_(skew_of_keys(G, S.shape[1]))
-        if minus is not None:
-            S.sub_(minus if c is None else minus - c)
-        elif c is not None:
+        if c is not None:
             S.add_(c)
-        return S if seen is None else S.add_(seen.log())
+        if minus is not None:
+            S.sub_(minus)
+        # Not a sum with −∞: a hidden score may have overflowed.
+        return S if seen is None else torch.where(seen, S, S.new_full((), float("-inf")), out=S)
 
     def product(self, name: str, left: Tensor, right: Tensor) -> Tensor:
         """left·right in the workspace: [heads, n, ·] times [key heads, ·, m]."""
