@@ -75,16 +75,25 @@ PAIRS = [
 ]
 
 
+FEW = 16
+"""Up to so many numbers of a gradient are judged by four draws: dense PyTorch's largest error of six is chance."""
+
+
 @pytest.mark.parametrize(("name", "mask", "shape", "dtype"), PAIRS)
 def test_lower_dtypes_within_the_error_budget(name, mask, shape, dtype):
     sizes = LOW[shape]
     shown = MASKS[mask](sizes, "cpu")
-    got = run(CASES[name], sizes, shown, dtype, dtype, "blocked")
-    low = run(CASES[name], sizes, shown, dtype, dtype, "reference")
-    exact = run(CASES[name], sizes, shown, dtype, torch.float64, "reference")
-    for part, value in exact.items():
-        a, b = finite(got[part], value)
-        assert_within_budget(part, a, torch.where(value.isfinite(), low[part], 0.0), b)
+    few = any(x.numel() <= FEW for x in CASES[name].inputs(sizes, dtype).values())
+    kinds = {"got": (dtype, "blocked"), "low": (dtype, "reference"), "exact": (torch.float64, "reference")}
+    draws = [
+        {kind: run(CASES[name], sizes, shown, dtype, *how, seed=seed) for kind, how in kinds.items()}
+        for seed in range(4 if few else 1)
+    ]
+    for part, value in draws[0]["exact"].items():
+        of = [{kind: x[part] for kind, x in d.items()} for d in draws[: 4 if value.numel() <= FEW else 1]]
+        pairs = [finite(x["got"], x["exact"]) for x in of]
+        low = [torch.where(x["exact"].isfinite(), x["low"], 0.0) for x in of]
+        assert_within_budget(part, *(torch.stack(x) for x in ([a for a, _ in pairs], low, [b for _, b in pairs])))
 
 
 @pytest.mark.parametrize(

@@ -40,6 +40,14 @@ ODD = [16, 17, 25, 26, 27, 65, 76, 81, 101, 109, 128, 160, 320]
 """Distances at which, with some number of buckets, a bucket ends at a whole distance but for rounding."""
 
 
+@pytest.fixture
+def rounded_log(monkeypatch):
+    """PyTorch's fp32 logarithm of 1.5 is off by a unit on some processors, and with 34 buckets up to a distance of 27
+    the host puts the offset 12 elsewhere there."""
+    monkeypatch.setattr(torch, "log", lambda x: x.double().log().to(x.dtype))
+
+
+@pytest.mark.usefixtures("rounded_log")
 @pytest.mark.parametrize("bidirectional", [True, False])
 def test_t5_buckets_equal_the_hosts_whatever_their_number(bidirectional):
     delta = torch.arange(-400, 401)
@@ -52,6 +60,7 @@ def test_t5_buckets_equal_the_hosts_whatever_their_number(bidirectional):
                 )  # fmt: skip
 
 
+@pytest.mark.usefixtures("rounded_log")
 def test_deberta_slots_equal_the_hosts_whatever_their_number():
     delta = torch.arange(-400, 401)
     for buckets in range(4, 41):

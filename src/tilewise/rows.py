@@ -151,7 +151,9 @@ def t5_buckets(num_buckets: int = 32, max_distance: int = 128, bidirectional: bo
     """T5's buckets: exact near the diagonal, logarithmic up to max_distance, one bucket beyond.
 
     Bidirectional (encoders) spends half of the buckets on each side; otherwise (decoders) keys ahead of the query share
-    bucket 0. Source: ``T5Attention._relative_position_bucket`` of transformers; equal to it for every offset, in fp32.
+    bucket 0. Source: ``T5Attention._relative_position_bucket`` of transformers; equal to it for every offset, in fp32,
+    where PyTorch's logarithm is rounded to the nearest. On processors where it is not, buckets that end at a whole
+    distance can end one token elsewhere there (34 buckets up to 27; none with the numbers of published models).
 
     Raises:
         ValueError: too few buckets, or a max_distance that leaves no room for the logarithmic half.
