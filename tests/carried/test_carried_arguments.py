@@ -234,9 +234,8 @@ CASES = {
             {"scale": 1.0}, {"softcap": 5.0}, {"sink": True}, {"dropout_p": 0.1},
         )]
     }),
-    "CarriedAttention.forward, place": (lambda **a: forward(attention(layer=1), **a), {}, {"carry": [Carry(TWO)]}),
     "CarriedAttention.forward, sharing": (sharer, {}, {
-        "carry": [Carry(TWO), 1, SharedKeyCarry(TWO)], "shared": [1, K, (K,), (K, V, V)],
+        "carry": [Carry(TWO), 1], "shared": [1, K, (K,), (K, V, V)],
     }),
     "CarriedAttention.forward, owner": (lambda **a: forward(attention(shared_keys=True), **a), {}, {
         "carry": [share()[1]], "shared": [(K, V)]

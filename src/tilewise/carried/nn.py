@@ -131,8 +131,7 @@ class CarriedAttention(nn.Module):
 
     Raises:
         ValueError, TypeError: an argument of another type, shape or range, named with what was found and expected; a
-            carry that was made with options under which this layer would compute something else, or that starts a
-            block for a layer made for a later place in it.
+            carry that was made with options under which this layer would compute something else.
     """
 
     def __init__(
@@ -161,7 +160,7 @@ class CarriedAttention(nn.Module):
         if not 0 <= layer < config.layers:
             raise ValueError(f"layer is {layer}; expected 0 to {config.layers - 1}, an index within its block")
         self.heads, self.kv_heads, self.head_width = heads, kv_heads, head_width
-        self.width, self.layer = width, layer
+        self.width = width
         self.config, self.shared_keys, self.rotary_base = config, shared_keys, rotary_base
         self.query = nn.Linear(width, heads * head_width, bias=False)
         owner = not shared_keys or layer == 0
@@ -245,10 +244,6 @@ class CarriedAttention(nn.Module):
         require("carry", carry, kind, f"{kind.__name__}(config)")
         if carry.config is not self.config:
             _check_same_function(carry.config, self.config, carry.index)
-        if self.layer > carry.index == 0:
-            raise ValueError(
-                f"carry starts a block; expected what layer {self.layer - 1} returned: this is layer {self.layer}"
-            )
         if self.key is not None:
             if shared is not None:
                 raise ValueError("shared is given; expected None: this layer has keys and values of its own")
