@@ -62,7 +62,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return _turned(x, cos, sin)
 
 
-def _fits(shape: torch.Size, B: int, T: int) -> bool:
+def _fits(shape: tuple[int, ...], B: int, T: int) -> bool:
     """Whether positions of this shape are those of B sequences of T tokens: [T], [1, T] or [B, T]."""
     return len(shape) in (1, 2) and shape[-1] == T and (len(shape) == 1 or shape[0] in (1, B))
 
@@ -192,9 +192,9 @@ class CarriedAttention(nn.Module):
             angles = positions if isinstance(positions, Angles) else Angles(positions, *needed)
             if angles.of != needed:
                 raise ValueError(f"positions are angles of (d, base) = {angles.of}; expected {needed}, this layer's")
-            if not _fits(angles.cos.shape[:-2], *x.shape[:2]):
-                B, T = x.shape[:2]
-                found = tuple(angles.cos.shape[:-2])
+            B, T, _ = x.shape
+            found = tuple(angles.cos.shape[:-2])
+            if found != (T,) and not _fits(found, B, T):
                 raise ValueError(f"positions has shape {found}; expected [{T}] or [{B}, {T}] to fit x {tuple(x.shape)}")
             if angles.cos.device != x.device:
                 raise ValueError(f"positions is on {angles.cos.device}; expected {x.device}, where x is")
@@ -221,6 +221,9 @@ class CarriedAttention(nn.Module):
         expected = (x.shape[0], self.heads, x.shape[1], self.head_width)
         if tuple(O.shape) != expected:
             raise ValueError(f"O has shape {tuple(O.shape)}; expected {expected} to fit x {tuple(x.shape)}")
+        return self._merged(O, x)
+
+    def _merged(self, O: Tensor, x: Tensor) -> Tensor:
         y = O.transpose(1, 2).reshape(*x.shape[:2], self.heads * self.head_width)
         return self.out(y if self.gate is None else y * torch.sigmoid(self.gate(x)))
 
@@ -236,7 +239,7 @@ class CarriedAttention(nn.Module):
             O, carry = shared_key_attention(q, k, v, carry, gain=self.gain, sink=self.sink, training=self.training)
         else:
             O, carry = carried_attention(q, k, v, carry, gain=self.gain, sink=self.sink, training=self.training)
-        return self.merge(O, x), carry, (k, v)
+        return self._merged(O, x), carry, (k, v)
 
     def _check(self, carry: Carry | SharedKeyCarry, shared: tuple[Tensor, Tensor] | None) -> None:
         """The carry says what is computed, where the layer has been told the same; and no keys are passed over."""
