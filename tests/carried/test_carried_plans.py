@@ -174,6 +174,8 @@ def on_a_gpu(monkeypatch, config, dtype=torch.bfloat16, d=128, layers=1, limits=
     monkeypatch.setattr(policy, "free_memory", lambda device: 64 * GIB)
     layout = TileLayout(config, 256, 256)
     with FakeTensorMode(allow_non_fake_inputs=True):
+        # Without CUDA PyTorch computes nothing on fake CUDA tensors either, so that no layout can be made there.
+        layout.bounds = torch.empty(layout.bounds.shape, dtype=torch.int32, device="cuda")
         carry, decisions = Carry(config, layout=layout), []
         for _ in range(layers):
             q, k, v = (torch.empty(1, h, 256, d, dtype=dtype, device="cuda") for h in (4, 2, 2))

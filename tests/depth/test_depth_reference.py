@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from tilewise import depth
 from tilewise.depth import reference as R
 
 F64 = torch.float64
@@ -79,3 +80,45 @@ def test_serving_contract():
     torch.testing.assert_close(p, p1)
     bank0[:, 3] = p1
     torch.testing.assert_close(bank, bank0)
+
+
+INSIDE = {
+    "mix": lambda v, w, o: depth.mix(v, w[0], o, impl="reference"),
+    "mix_norm": lambda v, w, o: depth.mix_norm(v, w[0], None, o, impl="reference"),
+    "mix_update": lambda v, w, o: depth.mix_update(v[0], v[1], v[2:], w[0], None, o, impl="reference")[1],
+    "scores": lambda v, w, o: depth.scores(v, w, impl="reference"),
+    "complete": lambda v, w, o: depth.complete(v[0], v[1], w, impl="reference")[1],
+    "phase1": lambda v, w, o: depth.phase1(v, w, impl="reference")[0],
+    "phase1_from_scores": lambda v, w, o: depth.phase1_from_scores(v, v[..., :4], impl="reference")[0],
+    "phase2": lambda v, w, o: depth.phase2(v[0], v[1], v[2], v[3, ..., 0], w[0], None, o, impl="reference")[1],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", INSIDE)
+def test_autocast_lowers_nothing(name):
+    """Neither what is computed, in any dtype, nor gradients of a backward pass that autocast surrounds as well."""
+    leaves = [x.float().requires_grad_() for x in (torch.randn(4, 4, 4, 24), torch.randn(4, 24), torch.rand(24) + 0.5)]
+
+    def run(inside):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=inside):
+            y = INSIDE[name](*leaves)
+            return y, *torch.autograd.grad(y.square().sum(), leaves, allow_unused=True)
+
+    for a, b in zip(run(True), run(False), strict=True):
+        if b is not None:
+            assert a.dtype == b.dtype
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+        else:
+            assert a is None
+
+
+def test_products_inside_autocast_can_be_differentiated_again_and_mapped():
+    v, w, _ = make(3, 2, d=5)
+    leaves = [w.requires_grad_(), *(x.requires_grad_() for x in v.unbind(0))]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.autograd.gradgradcheck(lambda w, *v: R.phase1(v, w), leaves)
+        assert torch.autograd.gradgradcheck(lambda w, o1, u: R.phase2(u, None, o1, o1[..., 0], w[0])[1], leaves[:3])
+        v = [x.detach() for x in leaves[1:]]
+        mapped = torch.func.vmap(torch.func.grad(lambda w: R.mix(v, w).square().sum()))(w.detach())
+    expected = torch.stack([torch.autograd.grad(R.mix(v, row).square().sum(), row)[0] for row in w.unbind(0)])
+    torch.testing.assert_close(mapped, expected)

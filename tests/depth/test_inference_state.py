@@ -1,6 +1,9 @@
 """Inference state: equal to the training stream in prefill, chunks and decode; memory plans."""
 
+import copy
+import io
 import os
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -86,6 +89,53 @@ def test_chunks_cover_the_prompt():
     module = AttnRes(8, Schedule.block(4, 2))
     state = InferenceState(module.schedule, module.reads(), max_tokens=4)
     assert list(state.chunks(10)) == [slice(0, 4), slice(4, 8), slice(8, 10)]
+
+
+def reloaded(value):
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=False)
+
+
+COPIES = {"deepcopy": copy.deepcopy, "pickle": lambda x: pickle.loads(pickle.dumps(x)), "save": reloaded}
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("copied", COPIES)
+@pytest.mark.parametrize("name", PLANS)
+def test_a_copy_goes_on_from_a_bank_of_its_own(name, copied, mode):
+    module = residual(PLANS[name], 16, torch.float64)
+    state = InferenceState(module.schedule, module.reads(), max_tokens=10)
+    norm = torch.randn(16, dtype=torch.float64)
+    functions = [lambda h, m=m: torch.tanh(h @ m) for m in torch.randn(12, 16, 16, dtype=torch.float64) / 4]
+    x, y = torch.randn(2, 10, 16, dtype=torch.float64)
+    expected = {key: run(state(value), functions, norm) for key, value in (("x", x), ("y", y))}
+    for half in range(12):
+        stream = state(x)
+        for l in range(half):
+            stream.write(l, functions[l](stream.read(l, norm)))
+        with mode():
+            other = COPIES[copied](stream)
+            fresh = COPIES[copied](state)
+        assert torch.equal(run(fresh(y), functions, norm), expected["y"])
+        run(state(y), functions, norm)
+        for l in range(half, 12):
+            other.write(l, functions[l](other.read(l, norm)))
+        assert torch.equal(other.output(norm), expected["x"])
+    assert fresh.bank.data_ptr() != state.bank.data_ptr()
+    assert not fresh.bank.is_inference()
+
+
+def test_slots_that_there_are():
+    state = InferenceState(Schedule.block(4, 2), AttnRes(16, Schedule.block(4, 2)).reads(), max_tokens=4)
+    for number in (-1, 2):
+        with pytest.raises(ValueError, match=f"number: found {number}, expected 0 to 1"):
+            state.slot(number, (4, 16))
+    with pytest.raises(TypeError, match=r"number: found 1\.0, expected an integer"):
+        state.slot(1.0, (4, 16))
+    with pytest.raises(ValueError, match=r"shape: found \(\), expected \[\.\.\., 16\]"):
+        state.slot(0, ())
 
 
 def test_misuse_raises():

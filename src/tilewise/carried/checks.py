@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..mask import Mask
+from .arguments import require
 from .config import DTYPES, CarriedConfig
 from .layout import TileLayout
 
@@ -16,34 +17,57 @@ if TYPE_CHECKING:
     from .state import Carry
 
 __all__ = [
+    "autocast",
+    "check_batch",
     "check_heads",
     "check_inputs",
     "check_layout",
     "check_like",
+    "check_ranks",
     "check_recorded",
+    "check_same_keys",
     "check_seed",
     "check_step",
     "like_of",
-    "require",
 ]
 
 _NAMES = "fp16, bf16, fp32 or fp64"
 
 
-def require(name: str, value: object, kind: type, nearest: str = "") -> None:
-    """Raise TypeError if `value` is no `kind`."""
-    if not isinstance(value, kind):
-        expected = f"a {kind.__name__}" if kind is not Tensor else "a tensor"
-        found = f"is a {type(value).__name__}" if value is not None else "is None"
-        raise TypeError(f"{name} {found}; expected {expected}{'; nearest legal call: ' + nearest if nearest else ''}")
+def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Floating tensors in the dtype that autocast asks for; fp64 is never lowered, as by autocast itself."""
+    device = tensors[0].device.type
+    if device == "meta" or tensors[0].dtype == torch.float64 or not torch.is_autocast_enabled(device):
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(x.to(dtype) if x.dtype in DTYPES else x for x in tensors)
+
+
+def check_batch(config: CarriedConfig, mask: Mask | None, offset: int | None) -> None:
+    """What a carry starts from."""
+    require("config", config, CarriedConfig, "Carry(CarriedConfig(), mask=mask)")
+    if mask is not None:
+        require("mask", mask, Mask, "Mask.full(allowed)")
+    if offset is not None and (isinstance(offset, bool) or not isinstance(offset, int | torch.SymInt)):
+        raise TypeError(f"offset is {offset!r}; expected an integer, or None for Tk − Tq")
+
+
+def check_ranks(**tensors: Tensor) -> None:
+    """Tensors of four dimensions, by name."""
+    for name, x in tensors.items():
+        _check_rank(name, x)
+
+
+def _check_rank(name: str, x: Tensor) -> None:
+    require(name, x, Tensor)
+    if x.dim() != 4:
+        raise ValueError(f"{name} has shape {tuple(x.shape)}; expected four dimensions [B, heads, tokens, width]")
 
 
 def check_inputs(q: Tensor, k: Tensor, v: Tensor) -> None:
     """Types, dtypes, devices and shapes of one layer's queries, keys and values."""
     for name, x in (("q", q), ("k", k), ("v", v)):
-        require(name, x, Tensor)
-        if x.dim() != 4:
-            raise ValueError(f"{name} has shape {tuple(x.shape)}; expected four dimensions [B, heads, tokens, width]")
+        _check_rank(name, x)
         if x.dtype != q.dtype or x.dtype not in DTYPES:
             raise TypeError(f"{name} is {x.dtype}; expected {_NAMES}, the same as q ({q.dtype})")
         if x.device != q.device:
@@ -113,6 +137,24 @@ def check_like(like: tuple | None, q: Tensor, k: Tensor) -> None:
         raise TypeError(f"q is {q.dtype}; expected {dtype}, as in the layers before")
     if q.device != device:
         raise ValueError(f"q is on {q.device}; expected {device}, as in the layers before")
+
+
+def check_same_keys(before: Tensor | None, k: Tensor) -> None:
+    """Keys that layers share are the same ones; numbers are compared on the CPU, where that stalls nothing."""
+    if before is None or before is k or k.device.type != "cpu" or torch.compiler.is_compiling():
+        return
+    if type(k) not in _PLAIN or type(before) not in _PLAIN or before.shape != k.shape:
+        return
+    if k.data_ptr() == before.data_ptr() and k.stride() == before.stride():
+        return
+    if not torch.allclose(before, k, rtol=0.0, atol=0.0, equal_nan=True):
+        raise ValueError(
+            "k holds other keys than in the layers before; expected the same, which the carry has been folded over. "
+            "Nearest legal call for layers with keys of their own: carried_attention"
+        )
+
+
+_PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def check_recorded(carry: Carry | SharedKeyCarry, *tensors: Tensor) -> None:

@@ -137,8 +137,15 @@ class CarriedConfig:
             if window is not None and window < 1:
                 raise ValueError(f"windows holds {window}; expected numbers from 1 on (1 sees itself only), or None")
 
+    def _check_layer(self, layer: int) -> None:
+        if not _integer(layer):
+            raise TypeError(f"layer is {layer!r}; expected an integer")
+        if not 0 <= layer < self.layers:
+            raise ValueError(f"layer is {layer}; expected 0 to {self.layers - 1}, an index within its block")
+
     def window(self, layer: int) -> int | None:
         """The window of a layer, or None."""
+        self._check_layer(layer)
         return self.windows[layer] if isinstance(self.windows, tuple) else self.windows
 
     @property
@@ -168,6 +175,7 @@ class CarriedConfig:
 
     def divisor(self, layer: int) -> int:
         """c_i: what the accumulated scores are divided by before the softmax."""
+        self._check_layer(layer)
         return layer + 1 if self.scaling == "mean" else 1
 
 

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from ..mask import Mask
-from .checks import check_step
+from .arguments import check_integer, require
+from .checks import autocast, check_step
 from .config import CarriedConfig
 
 __all__ = ["DecodeCost", "carried_decode", "decode_cost"]
@@ -28,7 +29,8 @@ def carried_decode(
 
     Args:
         q: [B, H, Tq, d], the new tokens (one, or a few that are checked at once). k: [B, Hk, Tk, d] and
-            v: [B, Hk, Tk, d_v], the cache with the new tokens in it; what the mask hides must not be NaN.
+            v: [B, Hk, Tk, d_v], the cache with the new tokens in it; what the mask hides must not be NaN. Of one dtype
+            (under autocast they are cast to its dtype, but for fp64; the row is not).
         row: what the layer before returned, or None for the first layer of a block.
         layer: i, from 0 within the block.
         mask: lengths or intervals beside the config's causality and window; Mask.lengths for a cache of fixed size.
@@ -51,9 +53,10 @@ def carried_decode(
         >>> row is None
         True
     """
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        require(name, x, Tensor)
+    q, k, v = autocast(q, k, v)
     check_step(q, k, v, row, layer, config, mask, offset, gain, sink, row_dtype)
-    B, H, Tq, d = q.shape
-    Hk, Tk = k.shape[1:3]
     if config.impl == "triton" or (config.impl == "auto" and q.device.type == "cuda"):
         from .triton.decode import decode, refusal
 
@@ -63,6 +66,21 @@ def carried_decode(
             return decode(q, k, v, row, layer, config, **given)
         if config.impl == "triton":
             raise ValueError(f"impl='triton' cannot run this step: {why}; nearest legal call: impl='blocked'")
+    given = (q, k, v, row, layer, config, mask, offset, gain, sink, row_dtype)
+    kind = q.device.type
+    if kind == "meta" or not torch.is_autocast_enabled(kind):
+        return _dense(*given)
+    # Scores in bf16 would cost a carried row three digits of fp32.
+    with torch.autocast(kind, enabled=False):
+        return _dense(*given)
+
+
+def _dense(
+    q: Tensor, k: Tensor, v: Tensor, row: Tensor | None, layer: int, config: CarriedConfig, mask: Mask | None,
+    offset: int | Tensor | None, gain: Tensor | None, sink: Tensor | None, row_dtype: torch.dtype | None,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    B, H, Tq, d = q.shape
+    Hk, Tk = k.shape[1:3]
     real = torch.promote_types(q.dtype, torch.float32)
     seen = _seen(config, layer, mask, Tq, Tk, offset, q.device)
 
@@ -142,11 +160,21 @@ def decode_cost(
         H, Hk, d: query heads, key heads, head width (the same for keys and values).
         cache_bytes, row_bytes: bytes of an element of the cache and of the row.
 
+    Raises:
+        TypeError: options that are none, or a number that is no integer.
+        ValueError: a number below 1, or key heads that do not divide the query heads.
+
     Example:
         >>> cost = decode_cost(CarriedConfig(), 20, 4, 128, row_bytes=2)
         >>> f"{cost.carried_share:.1%}, {cost.concatenated_share:.0%}"
         '2.9%, 75%'
     """
+    require("config", config, CarriedConfig)
+    sizes = {"H": H, "Hk": Hk, "d": d, "cache_bytes": cache_bytes, "row_bytes": row_bytes}
+    for name, value in sizes.items():
+        check_integer(name, value)
+    if H % Hk:
+        raise ValueError(f"Hk is {Hk}; expected a divisor of H = {H}")
     layers = config.layers
     cache = layers * 2 * Hk * d * cache_bytes
     return DecodeCost(cache, 2 * (layers - 1) * H * row_bytes, layers * (layers - 1) // 2 * Hk * d * cache_bytes)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ..mask import UNBOUNDED, Mask
+from .arguments import check_integer, require
 from .config import CarriedConfig
 
 __all__ = ["LayerTiles", "TileLayout", "by_token", "room"]
@@ -62,7 +63,8 @@ class TileLayout:
         device: where attention runs.
 
     Raises:
-        ValueError: the mask has parts that no interval of keys per row can say.
+        TypeError: options, a mask or a number of another type.
+        ValueError: no tokens, a mask of other sizes, or one with parts that no interval of keys per row can say.
 
     Example:
         >>> TileLayout(CarriedConfig(tile=16), 64, 64).total
@@ -73,12 +75,21 @@ class TileLayout:
         self, config: CarriedConfig, Tq: int, Tk: int, mask: Mask | None = None, offset: int | None = None,
         device: torch.device | str = "cpu",
     ) -> None:  # fmt: skip
+        require("config", config, CarriedConfig, "TileLayout(CarriedConfig(), Tq, Tk)")
+        check_integer("Tq", Tq)
+        check_integer("Tk", Tk)
+        if offset is not None:
+            check_integer("offset", offset, None, none=", or None for Tk − Tq")
+        if mask is not None:
+            require("mask", mask, Mask, "Mask.lengths(lengths)")
         if mask is not None and (mask.keys is not None or mask.dense is not None):
             part = "keys" if mask.keys is not None else "dense"
             raise ValueError(
                 f"mask has {part}; carried attention takes one interval of keys per row. Nearest legal calls: "
                 "Mask.lengths (padding at either side), Mask.packed, Mask.intervals"
             )
+        if mask is not None and mask.bounds is not None and mask.bounds.dim():
+            mask.check(mask.bounds.shape[0], 1, Tq, Tk)
         self.tile, self.Tq, self.Tk, self.mask = config.tile, Tq, Tk, mask
         self._made = (config.tile, config.causal, config.layers, config.uniform, config.windows)
         self.offset = Tk - Tq if offset is None else offset

@@ -9,6 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..mask import Mask
+from .arguments import check_base, check_flag, check_integer, check_tokens, require
+from .cache import KeyValueCache
 from .config import CarriedConfig
 from .inference import carried_decode
 from .layout import TileLayout
@@ -34,6 +36,9 @@ class LlamaOptions:
         group: layers in a group of ``hidden``; default those of a block. One of the two divides the other, so that
             layers may take keys from an earlier hidden state with no carry, or with one of another length.
         rotary_base: base of the rotary frequencies.
+
+    Raises:
+        ValueError, TypeError: an option outside its range or of another type, named with the value found.
     """
 
     vocabulary: int = 256
@@ -52,15 +57,20 @@ class LlamaOptions:
     def __post_init__(self) -> None:
         for name in ("vocabulary", "width", "layers", "heads", "kv_heads", "hidden"):
             value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name} is {value!r}; expected an integer from 1 on")
+        require("carried", self.carried, CarriedConfig)
+        for name in ("gated", "qk_norm"):
+            check_flag(name, getattr(self, name))
+        check_base("rotary_base", self.rotary_base)
         if self.keys not in ("own", "hidden", "shared"):
             raise ValueError(f"keys is {self.keys!r}; expected own, hidden or shared")
         if self.group is not None:
             if self.keys != "hidden":
                 raise ValueError(f"group is {self.group} but keys is {self.keys!r}; expected keys='hidden'")
+            check_integer("group", self.group, none=", or None for the layers of a block")
             small, large = sorted((self.group, self.carried.layers))
-            if small < 1 or large % small:
+            if large % small:
                 raise ValueError(
                     f"group is {self.group}; expected a divisor or a multiple of carried.layers = {self.carried.layers}"
                 )
@@ -95,7 +105,7 @@ class DecoderLayer(nn.Module):
 
 
 def _start_shared(config: CarriedConfig, mask: Mask | None, layout: TileLayout | None) -> SharedKeyCarry:
-    return SharedKeyCarry(config, mask)
+    return SharedKeyCarry(config, mask, layout=layout)
 
 
 class LlamaBlock(CarriedBlock):
@@ -144,54 +154,15 @@ class LlamaBlock(CarriedBlock):
         return x
 
 
-class KeyValueCache:
-    """Keys and values of all layers for up to `capacity` tokens; nothing else is kept between steps.
-
-    Attributes:
-        length: tokens in the cache.
-    """
-
-    FEW = 8
-    """Up to this many new tokens a step carries dense rows of scores; above, packed tiles."""
-
-    def __init__(self, capacity: int) -> None:
-        self.capacity, self.length, self._new = capacity, 0, 0
-        self._entries: dict[int, tuple[Tensor, Tensor]] = {}
-
-    def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Write the new tokens' keys and values of a layer; returns all of its keys and values."""
-        self._new = k.shape[2]
-        end = self.length + self._new
-        if end > self.capacity:
-            raise ValueError(f"the cache holds {self.length} tokens, {self._new} are new; capacity is {self.capacity}")
-        if layer not in self._entries:
-            self._entries[layer] = tuple(t.new_zeros(*t.shape[:2], self.capacity, t.shape[3]) for t in (k, v))
-        for buffer, part in zip(self._entries[layer], (k, v), strict=True):
-            buffer[:, :, self.length : end] = part
-        return self.entry(layer)
-
-    def entry(self, layer: int) -> tuple[Tensor, Tensor]:
-        """All keys and values of a layer, those of this step included."""
-        k, v = self._entries[layer]
-        end = self.length + self._new
-        return k[:, :, :end], v[:, :, :end]
-
-    def advance(self) -> None:
-        """Close a step: its tokens now belong to the past."""
-        self.length, self._new = self.length + self._new, 0
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the buffers."""
-        return sum(t.nbytes for pair in self._entries.values() for t in pair)
-
-
 class CarriedLlama(nn.Module):
     """Tokens to logits. The carry lives inside blocks: checkpoint, shard, compile or cut the model between them.
 
     Args:
         options: sizes and variants.
         checkpointed: activation checkpointing of whole blocks.
+
+    Raises:
+        TypeError: an argument of another type.
 
     Example:
         >>> model = CarriedLlama(LlamaOptions(layers=4, carried=CarriedConfig(layers=2)))
@@ -202,7 +173,8 @@ class CarriedLlama(nn.Module):
 
     def __init__(self, options: LlamaOptions | None = None, *, checkpointed: bool = False) -> None:
         super().__init__()
-        self.options = options = options or LlamaOptions()
+        self.options = options = LlamaOptions() if options is None else options
+        require("options", options, LlamaOptions)
         per = options.carried.layers
         self.embedding = nn.Embedding(options.vocabulary, options.width)
         self.blocks = nn.ModuleList(
@@ -222,16 +194,32 @@ class CarriedLlama(nn.Module):
         """Logits [B, T, vocabulary] of tokens [B, T].
 
         Args:
-            mask: documents or lengths (training). layout: made from it for all blocks; by default here.
-            cache: for inference: the tokens follow those in the cache; equal lengths, no mask.
+            mask: documents or lengths (training). layout: made from it for all blocks; by default here. A layout's own
+            mask holds where `mask` is not given.
+            cache: for inference: the tokens follow those in the cache; equal lengths, no mask and no layout.
             positions: [T] or [B, T], default 0 … (after the cache's tokens).
 
         Attention drops scores (`carried.dropout_p`) in training and without a cache only.
+
+        Raises:
+            ValueError, TypeError: tokens that are no numbers [B, T] of the vocabulary (numbers are read on the CPU
+                only), or an argument of another type or size, named.
         """
-        if tokens.dim() != 2 or tokens.shape[1] == 0:
-            raise ValueError(f"tokens has shape {tuple(tokens.shape)}; expected [B, T] with T at least 1")
-        if cache is not None and mask is not None:
-            raise ValueError("mask is given with a cache; expected sequences of equal length and no mask")
+        check_tokens(tokens, 1, "", self.options.vocabulary)
+        if cache is not None:
+            require("cache", cache, KeyValueCache)
+            if mask is not None:
+                raise ValueError("mask is given with a cache; expected sequences of equal length and no mask")
+            if layout is not None:
+                raise ValueError("layout is given with a cache; expected None: a step makes its own")
+        if layout is not None:
+            require("layout", layout, TileLayout)
+            if layout.offset:
+                raise ValueError(
+                    f"layout was made for offset = {layout.offset}; expected 0: queries and keys are alike"
+                )
+            # Blocks that make a layout of their own, as a shorter last one does, have it from the mask.
+            mask = layout.mask if mask is None else mask
         past = 0 if cache is None else cache.length
         if positions is None:
             positions = torch.arange(past, past + tokens.shape[1], device=tokens.device)
@@ -254,22 +242,19 @@ class CarriedLlama(nn.Module):
 
     def loss(self, tokens: Tensor, **kwargs) -> Tensor:
         """Mean cross-entropy of every token after the first, in nats; tokens [B, T], T at least 2."""
-        if tokens.dim() != 2 or tokens.shape[1] < 2:
-            raise ValueError(
-                f"tokens has shape {tuple(tokens.shape)}; expected [B, T] with T at least 2: one to predict"
-            )
+        check_tokens(tokens, 2, ": one to predict", self.options.vocabulary)
         logits = self(tokens[:, :-1], **kwargs)
         return F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
 
     @torch.no_grad()
     def generate(self, tokens: Tensor, count: int, *, chunk: int | None = None) -> Tensor:
         """`count` greedy tokens after tokens [B, T]; the prompt is read in chunks of `chunk` tokens."""
-        if count < 0:
-            raise ValueError(f"count is {count}; expected at least 0")
-        if chunk is not None and chunk < 1:
-            raise ValueError(f"chunk is {chunk}; expected at least 1, or None for the whole prompt at once")
+        check_tokens(tokens, 1, "", self.options.vocabulary)
+        check_integer("count", count, 0)
+        if chunk is not None:
+            check_integer("chunk", chunk, none=", or None for the whole prompt at once")
         cache = KeyValueCache(tokens.shape[1] + count)
-        for part in tokens.split(chunk or max(tokens.shape[1], 1), 1):
+        for part in tokens.split(chunk or tokens.shape[1], 1):
             logits = self(part, cache=cache)
         new = []
         for _ in range(count):

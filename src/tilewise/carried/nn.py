@@ -10,6 +10,15 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ..mask import Mask
+from .arguments import (
+    check_base,
+    check_flag,
+    check_hidden,
+    check_integer,
+    check_positions,
+    check_rotary_width,
+    require,
+)
 from .config import CarriedConfig
 from .layout import TileLayout
 from .policy import Decision
@@ -20,16 +29,42 @@ __all__ = ["Angles", "CarriedAttention", "CarriedBlock", "rotary", "rotate"]
 
 
 def rotary(positions: Tensor, d: int, base: float = 10000.0) -> tuple[Tensor, Tensor]:
-    """cos and sin [T or B, T, d/2] in fp32 of rotary position encoding (Su et al. 2021, arXiv 2104.09864)."""
+    """cos and sin [T or B, T, d/2] in fp32 of rotary position encoding (Su et al. 2021, arXiv 2104.09864).
+
+    Raises:
+        TypeError: positions that are no tensor of integers (or, for interpolated ones, of fp32 or fp64).
+        ValueError: positions that are not [T] or [B, T], an odd width, or a base that is not positive and finite.
+    """
+    check_positions(positions)
+    check_rotary_width("d", d)
+    check_base("base", base)
     frequency = base ** (-torch.arange(0, d, 2, dtype=torch.float32, device=positions.device) / d)
     angle = positions[..., None].to(torch.float32) * frequency
     return angle.cos(), angle.sin()
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn the halves of the last dimension of x [B, H, T, d] into each other."""
+    """Turn the halves of the last dimension of x [B, H, T, d] into each other, with what :func:`rotary` returned.
+
+    Raises:
+        TypeError: no tensors.
+        ValueError: angles of another width or number of tokens.
+    """
+    for name, t in (("x", x), ("cos", cos), ("sin", sin)):
+        require(name, t, Tensor)
+    if x.dim() != 4:
+        raise ValueError(f"x has shape {tuple(x.shape)}; expected [B, H, T, d]")
+    for name, t in (("cos", cos), ("sin", sin)):
+        if not _fits(t.shape[:-1], x.shape[0], x.shape[2]) or 2 * t.shape[-1] != x.shape[3]:
+            B, _, T, d = x.shape
+            raise ValueError(f"{name} has shape {tuple(t.shape)}; expected [{T}, {d / 2:g}] or [{B}, {T}, {d / 2:g}]")
     cos, sin = (t if t.dim() == 2 else t[:, None] for t in (cos, sin))
     return _turned(x, cos, sin)
+
+
+def _fits(shape: tuple[int, ...], B: int, T: int) -> bool:
+    """Whether positions of this shape are those of B sequences of T tokens: [T], [1, T] or [B, T]."""
+    return len(shape) in (1, 2) and shape[-1] == T and (len(shape) == 1 or shape[0] in (1, B))
 
 
 class Angles:
@@ -46,6 +81,9 @@ class Angles:
     Attributes:
         cos, sin: [T or B, T, 1, d/2] in fp32, for rows by token.
         of: (d, base), which a layer's have to equal.
+
+    Raises:
+        ValueError, TypeError: as :func:`rotary`.
 
     Example:
         >>> attention = CarriedAttention(32, 4)
@@ -90,6 +128,10 @@ class CarriedAttention(nn.Module):
 
     Returns:
         The layer's output [B, T, width], the next carry, and this layer's (K, V).
+
+    Raises:
+        ValueError, TypeError: an argument of another type, shape or range, named with what was found and expected; a
+            carry that was made with options under which this layer would compute something else.
     """
 
     def __init__(
@@ -98,10 +140,16 @@ class CarriedAttention(nn.Module):
         rotary_base: float | None = 10000.0, shared_keys: bool = False,
     ) -> None:  # fmt: skip
         super().__init__()
-        config = config or CarriedConfig()
+        config = CarriedConfig() if config is None else config
+        require("config", config, CarriedConfig)
         for name, value in (("width", width), ("heads", heads), ("kv_heads", kv_heads), ("head_width", head_width)):
-            if value is not None and value < 1:
-                raise ValueError(f"{name} is {value}; expected at least 1")
+            if value is not None or name in ("width", "heads"):
+                check_integer(name, value)
+        for name, value in (("gated", gated), ("qk_norm", qk_norm), ("shared_keys", shared_keys)):
+            check_flag(name, value)
+        check_integer("layer", layer, None)
+        if rotary_base is not None:
+            check_base("rotary_base", rotary_base, ", or None for no position encoding here")
         if head_width is None and width % heads:
             raise ValueError(f"width is {width}; expected a multiple of heads = {heads}, or a head_width")
         kv_heads, head_width = kv_heads or heads, head_width or width // heads
@@ -112,6 +160,7 @@ class CarriedAttention(nn.Module):
         if not 0 <= layer < config.layers:
             raise ValueError(f"layer is {layer}; expected 0 to {config.layers - 1}, an index within its block")
         self.heads, self.kv_heads, self.head_width = heads, kv_heads, head_width
+        self.width = width
         self.config, self.shared_keys, self.rotary_base = config, shared_keys, rotary_base
         self.query = nn.Linear(width, heads * head_width, bias=False)
         owner = not shared_keys or layer == 0
@@ -128,6 +177,14 @@ class CarriedAttention(nn.Module):
         self, x: Tensor, positions: Tensor | Angles | None = None, memory: Tensor | None = None
     ) -> tuple[Tensor, ...]:
         """Q, K, V as attention takes them; K and V are None where the layer has none of its own."""
+        check_hidden("x", x, self.width)
+        if memory is not None:
+            check_hidden("memory", memory, self.width)
+            if memory.shape[0] != x.shape[0] or (self.rotary_base is not None and memory.shape[1] != x.shape[1]):
+                T = "Tk" if self.rotary_base is None else x.shape[1]
+                raise ValueError(
+                    f"memory has shape {tuple(memory.shape)}; expected [{x.shape[0]}, {T}, {self.width}] to fit x"
+                )
         angles = None
         if self.rotary_base is not None:
             positions = torch.arange(x.shape[1], device=x.device) if positions is None else positions
@@ -135,6 +192,12 @@ class CarriedAttention(nn.Module):
             angles = positions if isinstance(positions, Angles) else Angles(positions, *needed)
             if angles.of != needed:
                 raise ValueError(f"positions are angles of (d, base) = {angles.of}; expected {needed}, this layer's")
+            B, T, _ = x.shape
+            found = tuple(angles.cos.shape[:-2])
+            if found != (T,) and not _fits(found, B, T):
+                raise ValueError(f"positions has shape {found}; expected [{T}] or [{B}, {T}] to fit x {tuple(x.shape)}")
+            if angles.cos.device != x.device:
+                raise ValueError(f"positions is on {angles.cos.device}; expected {x.device}, where x is")
         q = self._split(self.query, x, self.heads, self.query_norm, angles)
         if self.key is None:
             return q, None, None
@@ -153,6 +216,14 @@ class CarriedAttention(nn.Module):
 
     def merge(self, O: Tensor, x: Tensor) -> Tensor:
         """The layer's output from O [B, H, T, d]."""
+        check_hidden("x", x, self.width)
+        require("O", O, Tensor)
+        expected = (x.shape[0], self.heads, x.shape[1], self.head_width)
+        if tuple(O.shape) != expected:
+            raise ValueError(f"O has shape {tuple(O.shape)}; expected {expected} to fit x {tuple(x.shape)}")
+        return self._merged(O, x)
+
+    def _merged(self, O: Tensor, x: Tensor) -> Tensor:
         y = O.transpose(1, 2).reshape(*x.shape[:2], self.heads * self.head_width)
         return self.out(y if self.gate is None else y * torch.sigmoid(self.gate(x)))
 
@@ -161,15 +232,49 @@ class CarriedAttention(nn.Module):
         memory: Tensor | None = None, shared: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Carry | SharedKeyCarry, tuple[Tensor, Tensor]]:  # fmt: skip
         q, k, v = self.project(x, positions, memory)
+        self._check(carry, shared)
         if self.shared_keys:
             if k is None:
-                if shared is None:
-                    raise ValueError("shared is None; expected (K, V) of the block's first layer")
                 k, v = shared
             O, carry = shared_key_attention(q, k, v, carry, gain=self.gain, sink=self.sink, training=self.training)
         else:
             O, carry = carried_attention(q, k, v, carry, gain=self.gain, sink=self.sink, training=self.training)
-        return self.merge(O, x), carry, (k, v)
+        return self._merged(O, x), carry, (k, v)
+
+    def _check(self, carry: Carry | SharedKeyCarry, shared: tuple[Tensor, Tensor] | None) -> None:
+        """The carry says what is computed, where the layer has been told the same; and no keys are passed over."""
+        kind = SharedKeyCarry if self.shared_keys else Carry
+        require("carry", carry, kind, f"{kind.__name__}(config)")
+        if carry.config is not self.config:
+            _check_same_function(carry.config, self.config, carry.index)
+        if self.key is not None:
+            if shared is not None:
+                raise ValueError("shared is given; expected None: this layer has keys and values of its own")
+            if self.shared_keys and carry.index > 0:
+                raise ValueError(
+                    f"carry stands before layer {carry.index}; expected the start of a block: this layer has the keys "
+                    "that all share. Nearest legal call: CarriedAttention(…, layer=i, shared_keys=True) for layer i"
+                )
+        elif shared is None:
+            raise ValueError("shared is None; expected (K, V) of the block's first layer")
+        elif not isinstance(shared, tuple | list) or len(shared) != 2:
+            raise TypeError(f"shared is a {type(shared).__name__}; expected (K, V) of the block's first layer")
+
+
+_FUNCTION = ("scaling", "detach", "causal", "scale", "softcap", "sink", "dropout_p")
+
+
+def _check_same_function(found: CarriedConfig, expected: CarriedConfig, layer: int) -> None:
+    """Two blocks' options give layer `layer` the same equation: how it is computed may differ, as may the length."""
+    for name in _FUNCTION:
+        mine, theirs = getattr(expected, name), getattr(found, name)
+        if mine != theirs:
+            raise ValueError(f"carry was made with {name} = {theirs!r}; expected {mine!r}, as the layer's config says")
+    if layer < expected.layers and found.window(layer) != expected.window(layer):
+        raise ValueError(
+            f"carry was made with window = {found.window(layer)} for layer {layer}; expected {expected.window(layer)}, "
+            "as the layer's config says"
+        )
 
 
 class CarriedBlock(nn.Module):
@@ -181,6 +286,9 @@ class CarriedBlock(nn.Module):
         config: the block's options; `config.layers` at least the number of layers (a last block may be shorter).
         checkpointed: keep only the block's input and form the rest again in the backward pass.
         start: makes the carry of a forward pass from (config, mask, layout); default :class:`Carry`.
+
+    Raises:
+        ValueError, TypeError: an argument of another type, or another number of layers, named.
 
     Example:
         >>> config = CarriedConfig(layers=2, tile=16)
@@ -194,6 +302,10 @@ class CarriedBlock(nn.Module):
         start: Callable[[CarriedConfig, Mask | None, TileLayout | None], Carry | SharedKeyCarry] | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
+        require("config", config, CarriedConfig)
+        check_flag("checkpointed", checkpointed)
+        if start is not None and not callable(start):
+            raise TypeError(f"start is a {type(start).__name__}; expected a function of (config, mask, layout)")
         self.layers = nn.ModuleList(layers)
         if not 0 < len(self.layers) <= config.layers:
             raise ValueError(f"the block has {len(self.layers)} layers; expected 1 to config.layers = {config.layers}")

@@ -7,7 +7,8 @@ from typing import NamedTuple
 
 import torch
 
-from .config import CarriedConfig
+from .arguments import check_flag, check_integer, require
+from .config import DTYPES, CarriedConfig
 from .layout import TileLayout
 from .triton.settings import MOST, TRANSIENT
 
@@ -91,12 +92,27 @@ def choose_plan(
         refusal: with ``impl="triton"`` why the kernels run ``stored`` and no other plan, with ``blocked`` why they do
             not run; part of the reason.
 
+    Raises:
+        ValueError, TypeError: an argument of another type or outside its range, named.
+
     Example:
         >>> config = CarriedConfig(tile=16)
         >>> choose_plan(config, TileLayout(config, 64, 64), 1, 2, dtype=torch.bfloat16, device=torch.device("cpu"),
         ...             free=10**9).plan
         'stored'
     """
+    require("config", config, CarriedConfig)
+    require("layout", layout, TileLayout)
+    require("device", device, torch.device, 'torch.device("cuda")')
+    check_integer("B", B)
+    check_integer("H", H)
+    check_flag("training", training)
+    if dtype not in DTYPES:
+        raise TypeError(f"dtype is {dtype!r}; expected fp16, bf16, fp32 or fp64")
+    if impl not in ("triton", "blocked", "reference"):
+        raise ValueError(f"impl is {impl!r}; expected triton, blocked or reference")
+    if free is not None:
+        check_integer("free", free, 0, none=", or None for what is free now")
     carry, grad = carry_dtypes(config, dtype)
     one = layout.nbytes(B, H, carry.itemsize)
     e = layout.nbytes(B, H, grad.itemsize) if training and not config.detach else 0

@@ -9,6 +9,9 @@ from torch import Tensor
 
 from ..dropout import keep
 from ..mask import Mask
+from ..products import product
+from .arguments import require
+from .checks import check_batch, check_heads, check_inputs, check_like, check_seed, like_of
 from .config import CarriedConfig
 
 __all__ = ["carried_attention_reference", "carried_layer_reference"]
@@ -39,7 +42,7 @@ def carried_layer_reference(
     scale = d**-0.5 if config.scale is None else config.scale
     seen = config.mask(layer, mask).allowed(Tq, Tk, Tk - Tq if offset is None else offset, device=q.device)
 
-    Z = scale * (q @ k.repeat_interleave(G, 1).mT)
+    Z = scale * product("bhid,bhjd->bhij", q, k.repeat_interleave(G, 1))
     if carry is not None:
         carry = carry.detach() if config.detach else carry
         Z = Z + (carry if gain is None else gain.to(Z.dtype)[:, None, None] * carry)
@@ -56,7 +59,7 @@ def carried_layer_reference(
     if config.dropout_p > 0.0:
         planes, rows = torch.arange(B * H, device=q.device), torch.arange(Tq, device=q.device)
         P = P * keep(seed, planes, rows, (0, Tk), config.dropout_p).view(B, H, Tq, Tk) / (1.0 - config.dropout_p)
-    return P @ v.repeat_interleave(G, 1), Z.masked_fill(~seen, 0.0)
+    return product("bhij,bhjd->bhid", P.to(v.dtype), v.repeat_interleave(G, 1)), Z.masked_fill(~seen, 0.0)
 
 
 def carried_attention_reference(
@@ -66,17 +69,53 @@ def carried_attention_reference(
 ) -> list[Tensor]:  # fmt: skip
     """O_0 … of one block from the queries, keys and values of its layers (see :func:`carried_layer_reference`).
 
+    Nothing is lowered by autocast.
+
+    Raises:
+        ValueError, TypeError: what :func:`carried_attention` refuses of a layer, and numbers of layers that differ or
+            exceed the block's.
+
     Example:
         >>> q, k, v = ([torch.randn(1, 2, 5, 8) for _ in range(4)] for _ in range(3))
         >>> [tuple(o.shape) for o in carried_attention_reference(q, k, v, CarriedConfig())][0]
         (1, 2, 5, 8)
     """
-    outputs, carry = [], None
+    check_batch(config, mask, offset)
+    for name, values in (("q", q), ("k", k), ("v", v), ("gain", gain), ("sink", sink), ("seed", seed)):
+        _check_layers(name, values, config.layers if name == "q" else len(q))
+    outputs, carry, like = [], None, None
     at = lambda values, i: None if values is None else values[i]  # noqa: E731
     for i in range(len(q)):
+        _check_layer(q[i], k[i], v[i], i, config, mask, at(gain, i) if i else None, at(sink, i), at(seed, i), like)
+        like = like_of(q[i], k[i])
         O, carry = carried_layer_reference(
             q[i], k[i], v[i], carry, i, config, mask=mask, offset=offset, gain=at(gain, i) if i else None,
             sink=at(sink, i), seed=at(seed, i),
         )  # fmt: skip
         outputs.append(O)
     return outputs
+
+
+def _check_layers(name: str, values: Sequence | None, count: int) -> None:
+    if values is None and name in ("gain", "sink", "seed"):
+        return
+    if not isinstance(values, list | tuple):
+        raise TypeError(f"{name} is a {type(values).__name__}; expected a list with an entry a layer")
+    if name == "q" and not 0 < len(values) <= count:
+        raise ValueError(f"q has {len(values)} layers; expected 1 to {count}, the block's")
+    if name != "q" and len(values) != count:
+        raise ValueError(f"{name} has {len(values)} layers; expected {count}, as q")
+
+
+def _check_layer(
+    q: Tensor, k: Tensor, v: Tensor, layer: int, config: CarriedConfig, mask: Mask | None, gain: Tensor | None,
+    sink: Tensor | None, seed: Tensor | None, like: tuple | None,
+) -> None:  # fmt: skip
+    check_inputs(q, k, v)
+    check_like(like, q, k)
+    check_heads(config, layer, gain, sink, q)
+    check_seed(seed, q)
+    if config.dropout_p > 0.0:
+        require("seed", seed, Tensor, "torch.tensor([5])")
+    if mask is not None:
+        mask.check(q.shape[0], q.shape[1], q.shape[2], k.shape[2])

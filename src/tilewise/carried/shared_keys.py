@@ -6,8 +6,19 @@ import torch
 from torch import Tensor
 
 from ..mask import Mask
-from .checks import check_heads, check_like, check_recorded, like_of, require
+from .arguments import require
+from .checks import (
+    check_batch,
+    check_heads,
+    check_layout,
+    check_like,
+    check_ranks,
+    check_recorded,
+    check_same_keys,
+    like_of,
+)
 from .config import CarriedConfig
+from .layout import TileLayout
 from .state import Carry, carried_attention
 
 __all__ = ["SharedKeyCarry", "fold_queries", "shared_key_attention"]
@@ -23,7 +34,22 @@ def fold_queries(q: Tensor, folded: Tensor | None, gain: Tensor | None = None) -
 
     Returns:
         Q̃_i in the dtype of `folded`: sums of rounded sums would drift.
+
+    Raises:
+        ValueError, TypeError: tensors of other shapes or dtypes, named with what was found and expected.
     """
+    check_ranks(q=q)
+    if folded is not None:
+        require("folded", folded, Tensor)
+        if folded.shape != q.shape or folded.dtype not in (torch.float32, torch.float64):
+            raise ValueError(
+                f"folded is {folded.dtype} of shape {tuple(folded.shape)}; expected fp32 or fp64 of {tuple(q.shape)}, "
+                "what the layer before returned"
+            )
+        if gain is not None:
+            require("gain", gain, Tensor)
+            if tuple(gain.shape) != (q.shape[1],):
+                raise ValueError(f"gain has shape {tuple(gain.shape)}; expected [{q.shape[1]}], one number a head")
     if folded is None:
         return q.to(torch.promote_types(q.dtype, torch.float32))
     # An addition promotes its operands in one kernel, where q.to(…) is one of its own.
@@ -36,21 +62,30 @@ class SharedKeyCarry:
     Args:
         config: the block's options; one window for all layers, and no `detach` (the folded product would still train
             the shared keys through earlier layers' queries).
-        mask, offset: as in :class:`Carry`.
+        mask, offset, layout: as in :class:`Carry`.
 
     Raises:
-        ValueError: `config` has windows that differ, or `detach`.
+        ValueError: `config` has windows that differ, or `detach`; or a layout was made for other options.
+        TypeError: an argument of another type.
     """
 
-    def __init__(self, config: CarriedConfig, mask: Mask | None = None, offset: int | None = None) -> None:
+    def __init__(
+        self, config: CarriedConfig, mask: Mask | None = None, offset: int | None = None,
+        layout: TileLayout | None = None,
+    ) -> None:  # fmt: skip
+        check_batch(config, mask, offset)
         if not config.uniform:
             raise ValueError(f"windows is {config.windows}; expected one window for all layers that share their keys")
         if config.detach:
             raise ValueError("detach is True; expected False: shared keys are trained through every layer's queries")
+        if layout is not None:
+            check_layout(layout, config, mask, offset)
+            mask, offset = layout.mask, layout.offset
         self.config, self.mask, self.offset = config, mask, offset
         self.index = 0
         self._folded: Tensor | None = None
-        self._layout = None
+        self._keys: Tensor | None = None
+        self._layout = layout
         self._recorded = True
         self._like: tuple | None = None
 
@@ -65,6 +100,10 @@ def shared_key_attention(
     Z_i = s (Σ_j w_ij Q_j) Kᵀ holds whenever K is shared. In 16 bits Q̃_i is rounded once more than Q_i. The sum itself
     takes two small kernels a layer.
 
+    Raises:
+        ValueError, TypeError, RuntimeError: as :func:`carried_attention`; and, on the CPU, other keys than in the
+            layers before.
+
     Example:
         >>> config = CarriedConfig(layers=2)
         >>> k, v = torch.randn(1, 2, 10, 8), torch.randn(1, 2, 10, 8)
@@ -74,9 +113,9 @@ def shared_key_attention(
     """
     require("carry", carry, SharedKeyCarry, "SharedKeyCarry(config)")
     config, i = carry.config, carry.index
-    for name, x in (("q", q), ("k", k)):
-        require(name, x, Tensor)
+    check_ranks(q=q, k=k)
     check_like(carry._like, q, k)
+    check_same_keys(carry._keys, k)
     check_heads(config, i, gain, sink, q)
     check_recorded(carry, q, k)
     folded = fold_queries(q, carry._folded, gain if config.scaling == "gain" else None)
@@ -96,5 +135,5 @@ def shared_key_attention(
     following._layout = after.layout
     if i + 1 < config.layers:
         following.index, following._folded = i + 1, folded
-        following._recorded, following._like = torch.is_grad_enabled(), like_of(q, k)
+        following._recorded, following._like, following._keys = torch.is_grad_enabled(), like_of(q, k), k
     return O, following

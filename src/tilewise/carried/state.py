@@ -9,7 +9,18 @@ import torch
 from torch import Tensor
 
 from ..mask import Mask
-from .checks import check_heads, check_inputs, check_layout, check_like, check_recorded, check_seed, like_of, require
+from .arguments import check_flag, require
+from .checks import (
+    autocast,
+    check_batch,
+    check_heads,
+    check_inputs,
+    check_layout,
+    check_like,
+    check_recorded,
+    check_seed,
+    like_of,
+)
 from .config import CarriedConfig, Options
 from .layout import TileLayout
 from .ops import LayerCall, attend, gradient_edge
@@ -56,11 +67,7 @@ class Carry:
         layout: TileLayout | None = None,
     ) -> None:  # fmt: skip
         self.config = CarriedConfig() if config is None else config
-        require("config", self.config, CarriedConfig, "Carry(CarriedConfig(), mask=mask)")
-        if mask is not None:
-            require("mask", mask, Mask, "Mask.full(allowed)")
-        if offset is not None and (isinstance(offset, bool) or not isinstance(offset, int | torch.SymInt)):
-            raise TypeError(f"offset is {offset!r}; expected an integer, or None for Tk − Tq")
+        check_batch(self.config, mask, offset)
         if layout is not None:
             check_layout(layout, self.config, mask, offset)
             mask, offset = layout.mask, layout.offset
@@ -98,7 +105,7 @@ def carried_attention(
 
     Args:
         q: [B, H, Tq, d], position encoding and norm applied. k: [B, Hk, Tk, d]. v: [B, Hk, Tk, d_v]; Hk divides H.
-            fp16, bf16, fp32 or fp64, all of one dtype (under autocast they are cast to its dtype).
+            fp16, bf16, fp32 or fp64, all of one dtype (under autocast they are cast to its dtype, but for fp64).
         carry: a new :class:`Carry` for the first layer of a block, then what the layer before returned.
         gain: β_i [H], for ``scaling="gain"``; the first layer of a block ignores it.
         sink: [H], scores of a sink that has no value.
@@ -123,7 +130,9 @@ def carried_attention(
     for name, x in (("q", q), ("k", k), ("v", v)):
         require(name, x, Tensor)
     config = carry.config
-    q, k, v = _autocast(q, k, v)
+    check_flag("last", last)
+    check_flag("training", training)
+    q, k, v = autocast(q, k, v)
     _check(q, k, v, carry, gain, sink, seed)
     check_recorded(carry, q, k)
     last = last or carry.index == config.layers - 1
@@ -306,14 +315,6 @@ def _implementation(config: CarriedConfig, q: Tensor, k: Tensor, v: Tensor) -> t
     return "blocked", why
 
 
-def _autocast(*tensors: Tensor) -> list[Tensor]:
-    device = tensors[0].device.type
-    if device != "meta" and torch.is_autocast_enabled(device):
-        dtype = torch.get_autocast_dtype(device)
-        return [x.to(dtype) for x in tensors]
-    return list(tensors)
-
-
 def _check(
     q: Tensor, k: Tensor, v: Tensor, carry: Carry, gain: Tensor | None, sink: Tensor | None, seed: Tensor | None
 ) -> None:
@@ -323,11 +324,13 @@ def _check(
     config, layout = carry.config, carry.layout
     if layout is not None and (layout.Tq, layout.Tk) != (Tq, Tk):
         raise ValueError(
-            f"the carry's layout is for {layout.Tq} queries and {layout.Tk} keys; found {Tq} and {Tk}: all layers of a "
-            "block have the same tokens"
+            f"q has {Tq} queries and k has {Tk} keys; expected {layout.Tq} and {layout.Tk}, for which the carry's "
+            "layout was made: all layers of a block have the same tokens"
         )
     if carry.mask is not None and layout is None:
         carry.mask.check(B, H, Tq, Tk)
+    if layout is not None and layout.bounds.device != q.device:
+        raise ValueError(f"the carry's layout is on {layout.bounds.device}; expected {q.device}, where q is")
     if layout is not None and layout.bounds.shape[2] not in (1, B):
         raise ValueError(f"q has batch {B}; expected {layout.bounds.shape[2]}, that of the layout's mask")
     check_like(carry._like, q, k)

@@ -3,7 +3,8 @@
 Notation is the paper's (Attention Residuals, arXiv:2603.15031): sources v_j (completed blocks b_j and the running
 partial sum p), one pseudo-query w_l and one key-norm weight g_l a sublayer, scores
 s_{l,j} = <w_l, RMSNorm_{g_l}(v_j)> = rstd(v_j) <w_l * g_l, v_j>, weights softmax_j(s), values not normalised.
-Statistics are computed in fp32, or in fp64 when an input is fp64; results are stored in the sources' dtype.
+Statistics are computed in fp32, or in fp64 when an input is fp64, under autocast too; results are stored in the
+sources' dtype.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+
+from tilewise.products import product
 
 __all__ = [
     "complete",
@@ -61,7 +64,7 @@ def scores(
     """s[l, j] = rstd(v_j) <w_l * g_l, v_j>: [S, n, ...]."""
     v = _stack(sources)
     q = fold_queries(queries, key_weights, v.dtype).to(v.dtype)
-    return torch.einsum("n...d,sd->sn...", v * rstd(v, eps)[..., None], q)
+    return product("n...d,sd->sn...", v * rstd(v, eps)[..., None], q)
 
 
 def complete(
@@ -76,7 +79,7 @@ def phase1_from_scores(sources: Sequence[Tensor] | Tensor, s: Tensor) -> tuple[T
     """(softmax_j(s) @ v, logsumexp_j(s)) from scores [S, n, ...]."""
     v = _stack(sources)
     dtype = sources.dtype if isinstance(sources, Tensor) else sources[0].dtype
-    return torch.einsum("sn...,n...d->s...d", s.softmax(1), v).to(dtype), s.logsumexp(1)
+    return product("sn...,n...d->s...d", s.softmax(1), v).to(dtype), s.logsumexp(1)
 
 
 def phase1(
@@ -144,7 +147,7 @@ def phase2(
     """p = prefix + update; h = o1 + sigmoid(s_p - lse) (p - o1); y = RMSNorm(h) * output_weight."""
     p = update if prefix is None else prefix + update
     pw, ow = wide(p), wide(o1)
-    s = rstd(pw, eps) * (pw @ fold_queries(query, key_weight, pw.dtype).to(pw.dtype))
+    s = rstd(pw, eps) * product("...d,d->...", pw, fold_queries(query, key_weight, pw.dtype).to(pw.dtype))
     h = ow + torch.sigmoid(s - lse)[..., None] * (pw - ow)
     return p, rms_norm(h, output_weight, eps if output_eps is None else output_eps).to(p.dtype)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -35,6 +36,10 @@ class DecoderConfig:
         rope_theta: base of the rotary embedding.
         eps: epsilon of every RMSNorm.
         tied: the output projection is the embedding.
+
+    Raises:
+        TypeError: a field of another type.
+        ValueError: a number out of its range, heads that do not divide the width, or another kind of residual.
     """
 
     vocab: int
@@ -53,10 +58,22 @@ class DecoderConfig:
         for name in ("vocab", "d", "layers", "heads", "kv_heads", "hidden", "block"):
             check_int(name, getattr(self, name), 1)
         check_eps("eps", self.eps)
+        _check_theta("rope_theta", self.rope_theta)
+        check_kind("tied", self.tied, bool, "True or False")
+        if self.residual not in ("standard", "block", "full"):
+            raise ValueError(f"residual: found {self.residual!r}, expected 'standard', 'block' or 'full'")
         if self.d % self.heads or (self.d // self.heads) % 2:
             raise ValueError(f"d, heads: found {self.d}, {self.heads}, expected an even d / heads")
         if self.heads % self.kv_heads:
             raise ValueError(f"kv_heads: found {self.kv_heads}, expected a divisor of heads = {self.heads}")
+
+
+def _check_theta(name: str, theta: float) -> None:
+    """Others give angles that are NaN, or all the same."""
+    if not isinstance(theta, (int, float)) or isinstance(theta, bool):
+        raise TypeError(f"{name}: found {theta!r}, expected a number > 0")
+    if not 0 < theta < math.inf:
+        raise ValueError(f"{name}: found {theta}, expected a finite number > 0")
 
 
 class KVCache:
@@ -99,7 +116,13 @@ class KVCache:
         self._length = value
 
     def advance(self, tokens: int) -> None:
-        """Take `tokens` more as done: all layers have stored them."""
+        """Take `tokens` more as done: all layers have stored them.
+
+        Raises:
+            TypeError: no integer.
+            ValueError: less than 0, or more than there is room for.
+        """
+        check_int("tokens", tokens, 0, self.keys.shape[3] - self._length, ", the room that is left")
         self._length += tokens
         self._written = self._length
 
@@ -107,8 +130,14 @@ class KVCache:
         """Append to one layer and return its keys and values so far; `length` moves when the whole step is done.
 
         Raises:
-            ValueError: the cache is full, or of another shape, dtype or device than keys and values.
+            TypeError: a layer that is no integer, or keys and values that are no tensors.
+            ValueError: no such layer, or the cache is full, or of another shape, dtype or device than keys and values.
         """
+        check_int("layer", layer, 0, self.keys.shape[0] - 1)
+        for name, x in (("k", k), ("v", v)):
+            check_kind(name, x, Tensor, "a tensor [B, kv_heads, T, head width]")
+        if k.ndim != 4:
+            raise ValueError(f"k: found {tuple(k.shape)}, expected [B, kv_heads, T, head width]")
         end = self.length + k.shape[2]
         if end > self.keys.shape[3]:
             raise ValueError(f"cache: found {end} tokens, expected at most {self.keys.shape[3]}")
@@ -128,7 +157,19 @@ class KVCache:
 
 
 def rope(positions: Tensor, width: int, theta: float) -> tuple[Tensor, Tensor]:
-    """(cos, sin) `[T, width / 2]` in fp32."""
+    """(cos, sin) `[T, width / 2]` in fp32.
+
+    Raises:
+        TypeError: no tensor of positions, or a width or base that is no number.
+        ValueError: positions that are not `[T]`, an odd width, or a base that is not positive and finite.
+    """
+    check_kind("positions", positions, Tensor, "a tensor [T]")
+    if positions.ndim != 1:
+        raise ValueError(f"positions: found {tuple(positions.shape)}, expected [T]")
+    check_int("width", width, 2)
+    if width % 2:
+        raise ValueError(f"width: found {width}, expected an even number")
+    _check_theta("theta", theta)
     frequency = theta ** (-torch.arange(0, width, 2, device=positions.device, dtype=torch.float32) / width)
     angle = positions[:, None] * frequency
     return angle.cos(), angle.sin()
@@ -222,6 +263,8 @@ class Decoder(nn.Module):
 
     def __init__(self, config: DecoderConfig, attention: Callable[[], Attend] = causal_attention) -> None:
         super().__init__()
+        check_kind("config", config, DecoderConfig, "a DecoderConfig")
+        check_kind("attention", attention, Callable, "a function that returns the function that attends")
         self.config, self.attention = config, attention
         self.embedding = nn.Embedding(config.vocab, config.d)
         self.layers = nn.ModuleList(Layer(config, i) for i in range(config.layers))
@@ -255,14 +298,19 @@ class Decoder(nn.Module):
 
         Raises:
             TypeError: tokens that are no integers, or a cache that is none.
-            ValueError: tokens that are not `[B, T]`, a cache of another batch or number of layers, or `recompute` with
-                a cache, which a second run of a layer would write again.
+            ValueError: tokens that are not `[B, T]` or, where they are on the CPU, outside the vocabulary, a cache of
+                another batch or number of layers, or `recompute` with a cache, which a second run of a layer would
+                write again.
         """
         check_kind("tokens", tokens, Tensor, "a tensor [B, T] of integers")
         if tokens.dtype not in (torch.int32, torch.int64):
             raise TypeError(f"tokens: found {tokens.dtype}, expected torch.int64 or torch.int32")
         if tokens.ndim != 2:
             raise ValueError(f"tokens: found {tuple(tokens.shape)}, expected [B, T]")
+        self._check_numbers(tokens)
+        check_kind("recompute", recompute, bool, "True or False")
+        if residual is not None and not callable(residual):
+            raise TypeError(f"residual: found {type(residual).__name__}, expected what makes a stream, or None")
         check_kind("cache", cache, (KVCache, type(None)), "a KVCache or None")
         if cache is not None and recompute:
             raise ValueError("recompute: found True with a cache, expected one of the two; pass recompute=False")
@@ -287,7 +335,24 @@ class Decoder(nn.Module):
             cache.advance(tokens.shape[1])
         return self.head(stream.output(self.norm))
 
+    def _check_numbers(self, tokens: Tensor) -> None:
+        # Reading a GPU's numbers would stall its stream.
+        if type(tokens) is not Tensor or tokens.device.type != "cpu" or torch.compiler.is_compiling():
+            return
+        if tokens.numel():
+            low, high = (int(x) for x in torch.aminmax(tokens))
+            if low < 0 or high >= self.config.vocab:
+                raise ValueError(f"tokens: found {low} to {high}, expected 0 to {self.config.vocab - 1}")
+
     def loss(self, tokens: Tensor, **options) -> Tensor:
-        """Mean next-token cross entropy of `[B, T + 1]` tokens, in nats."""
+        """Mean next-token cross entropy of `[B, T + 1]` tokens, in nats.
+
+        Raises:
+            TypeError, ValueError: as the model's call; fewer than two tokens, of which none is predicted.
+        """
+        check_kind("tokens", tokens, Tensor, "a tensor [B, T + 1] of integers")
+        if tokens.ndim != 2 or tokens.shape[0] == 0 or tokens.shape[1] < 2:
+            raise ValueError(f"tokens: found {tuple(tokens.shape)}, expected [B, T + 1] with T >= 1: one to predict")
+        self._check_numbers(tokens)
         logits = self(tokens[:, :-1], **options)
         return F.cross_entropy(wide(logits.flatten(0, 1)), tokens[:, 1:].flatten())
