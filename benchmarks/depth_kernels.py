@@ -307,7 +307,7 @@ def main():
     args = parser.parse_args()
     out = Path(args.out)
     out.mkdir(parents=True, exist_ok=True)
-    made = where("cuda", "kernels", command=shlex.join(sys.argv[1:]))
+    made = where("cuda", "kernels", command=shlex.join("OUT" if x == args.out else x for x in sys.argv[1:]))
     jobs = []
     if "passes" in args.stages:
         jobs += [("warm_pass", kind) for kind in ("prefill", "decode", "train")]
