@@ -122,7 +122,21 @@ SIZES += [(t, n, d) for t in HALF for n, d in ((9, 2304), (2, 5120), (3, 7168))]
 @pytest.mark.parametrize(("dtype", "n", "d"), SIZES)
 @pytest.mark.parametrize("correlation", [0.0, 0.99])
 def test_error_budget(dtype, correlation, n, d):
-    """Outputs and gradients of every operator."""
+    """Outputs and gradients of every operator; in fp32 and few columns the largest errors of four draws.
+
+    In 30 draws of `mix` of 129 sources of 64 columns ours was 0.7 times dense PyTorch's largest error of the query's
+    gradient, and up to 1.5 times; with 29 sources up to 2.2 times, the error of the key norm's.
+    """
+    draws = [results(n, d, dtype, correlation) for _ in range(4 if dtype == torch.float32 and d == 64 else 1)]
+    for name, first in draws[0].items():
+        for k in range(len(first)):
+            # fp32 results of 16-bit data are judged by the data's rounding unit.
+            got, low, exact = (torch.stack([draw[name][k][i] for draw in draws]) for i in range(3))
+            assert_within_budget(f"{name}, result {k}", got.to(dtype), low, exact)
+
+
+def results(n, d, dtype, correlation):
+    """Operator ↦ (ours, dense PyTorch's, the oracle's) of every output and gradient of a draw."""
     S, T = 3, 32 if n < 29 and d == 64 else 6
     base = torch.randn(T, d)
     made = {
@@ -150,13 +164,12 @@ def test_error_budget(dtype, correlation, n, d):
             outs, leaves, [seeds[call, k].to(out.dtype) for k, out in enumerate(outs)], allow_unused=True
         )
         sources = [g for g in grads[:n] if g is not None]
-        return [*outs, torch.stack(sources), *(g for g in grads[n:] if g is not None)]
+        return [x.detach() for x in (*outs, torch.stack(sources), *(g for g in grads[n:] if g is not None))]
 
-    for name, call in CALLS.items():
-        got, low, exact = run(call, depth, False, impl="eager"), run(call, dense, False), run(call, R, True)
-        for k, found in enumerate(zip(got, low, exact, strict=True)):
-            # fp32 results of 16-bit data are judged by the data's rounding unit.
-            assert_within_budget(f"{name}, result {k}", found[0].to(dtype), *found[1:])
+    return {
+        name: list(zip(run(call, depth, False, impl="eager"), run(call, dense, False), run(call, R, True), strict=True))
+        for name, call in CALLS.items()
+    }
 
 
 OPCHECK = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
