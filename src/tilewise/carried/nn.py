@@ -246,7 +246,7 @@ class CarriedAttention(nn.Module):
         kind = SharedKeyCarry if self.shared_keys else Carry
         require("carry", carry, kind, f"{kind.__name__}(config)")
         if carry.config is not self.config:
-            _check_same_function(carry.config, self.config, carry.index)
+            self._check_same_function(carry.config, carry.index)
         if self.key is not None:
             if shared is not None:
                 raise ValueError("shared is given; expected None: this layer has keys and values of its own")
@@ -260,21 +260,33 @@ class CarriedAttention(nn.Module):
         elif not isinstance(shared, tuple | list) or len(shared) != 2:
             raise TypeError(f"shared is a {type(shared).__name__}; expected (K, V) of the block's first layer")
 
+    def _check_same_function(self, found: CarriedConfig, layer: int) -> None:
+        """Another block's options give layer `layer` the same equation: how it is computed may differ, and the length.
+
+        What does not enter here is not compared: dropout in evaluation, `detach` where no gradient is recorded.
+        """
+        expected, usual = self.config, self.head_width**-0.5
+        for name in _FUNCTION:
+            mine, theirs = getattr(expected, name), getattr(found, name)
+            same = mine == theirs
+            if name == "scale":
+                same = (usual if mine is None else mine) == (usual if theirs is None else theirs)
+            elif name == "dropout_p":
+                same = same or not self.training
+            elif name == "detach":
+                same = same or not torch.is_grad_enabled()
+            if not same:
+                raise ValueError(
+                    f"carry was made with {name} = {theirs!r}; expected {mine!r}, as the layer's config says"
+                )
+        if layer < expected.layers and found.window(layer) != expected.window(layer):
+            raise ValueError(
+                f"carry was made with window = {found.window(layer)} for layer {layer}; expected "
+                f"{expected.window(layer)}, as the layer's config says"
+            )
+
 
 _FUNCTION = ("scaling", "detach", "causal", "scale", "softcap", "sink", "dropout_p")
-
-
-def _check_same_function(found: CarriedConfig, expected: CarriedConfig, layer: int) -> None:
-    """Two blocks' options give layer `layer` the same equation: how it is computed may differ, as may the length."""
-    for name in _FUNCTION:
-        mine, theirs = getattr(expected, name), getattr(found, name)
-        if mine != theirs:
-            raise ValueError(f"carry was made with {name} = {theirs!r}; expected {mine!r}, as the layer's config says")
-    if layer < expected.layers and found.window(layer) != expected.window(layer):
-        raise ValueError(
-            f"carry was made with window = {found.window(layer)} for layer {layer}; expected {expected.window(layer)}, "
-            "as the layer's config says"
-        )
 
 
 class CarriedBlock(nn.Module):
