@@ -69,10 +69,11 @@ def decision(config: CarriedConfig, shape: Shape, dtype: torch.dtype, device: to
     return str(choose_plan(config, layout, 1, shape.heads, dtype=dtype, device=device, impl=impl))
 
 
-class _DenseCarry:
+class _DenseCarry(Carry):
     """The accumulated scores of the layer before, dense."""
 
-    def __init__(self, z: Tensor) -> None:
+    def __init__(self, z: Tensor, config: CarriedConfig) -> None:
+        super().__init__(config)
         self.z = z
 
 
@@ -83,12 +84,12 @@ def eager(shape: Shape, dtype: torch.dtype, device: torch.device | str) -> Atten
     seen = seen if shape.window is None else seen.triu(1 - shape.window)
     bias = torch.zeros(T, T, dtype=dtype, device=device).masked_fill(~seen, float("-inf"))
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, carry: object, **_) -> tuple[Tensor, object]:
+    def attend(q: Tensor, k: Tensor, v: Tensor, carry: Carry, **_) -> tuple[Tensor, Carry]:
         groups = q.shape[1] // k.shape[1]
         z = q @ k.repeat_interleave(groups, 1).mT * q.shape[-1] ** -0.5
         if isinstance(carry, _DenseCarry):  # a block starts with a carry of its own
             z = z + carry.z
-        return (z + bias).softmax(-1) @ v.repeat_interleave(groups, 1), _DenseCarry(z)
+        return (z + bias).softmax(-1) @ v.repeat_interleave(groups, 1), _DenseCarry(z, carry.config)
 
     return attend
 
