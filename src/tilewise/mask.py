@@ -247,5 +247,9 @@ def _integers(name: str, values: Sequence[int] | Tensor) -> Tensor:
 
 
 def unreadable() -> bool:
-    """Whether no value of a tensor can be read: torch.compile has none yet, torch.func.vmap has many."""
-    return torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+    """Whether no value of a tensor can be read: torch.compile and make_fx have none yet, torch.func.vmap has many."""
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._are_functorch_transforms_active()
+        or torch._C._len_torch_dispatch_stack() > 0
+    )

@@ -22,7 +22,8 @@ def product(equation: str, a: Tensor, b: Tensor) -> Tensor:
     device = a.device.type
     if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
         return torch.einsum(equation, a, b)
-    return _Product.apply(equation, a, b)
+    # torch.compile takes no Function that has a jvp.
+    return (_Product if torch.compiler.is_compiling() else _DualProduct).apply(equation, a, b)
 
 
 class _Product(torch.autograd.Function):
@@ -45,3 +46,19 @@ class _Product(torch.autograd.Function):
         da = product(f"{of_result},{of_b}->{of_a}", grad, b) if ctx.needs_input_grad[1] else None
         db = product(f"{of_result},{of_a}->{of_b}", grad, a) if ctx.needs_input_grad[2] else None
         return None, da, db
+
+
+class _DualProduct(_Product):
+    """With a rule for forward mode."""
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        _Product.setup_context(ctx, inputs, output)
+        ctx.save_for_forward(*inputs[1:])
+
+    @staticmethod
+    def jvp(ctx, _, da, db):
+        a, b = ctx.saved_tensors
+        of_a = None if da is None else product(ctx.equation, da, b)
+        of_b = None if db is None else product(ctx.equation, a, db)
+        return of_a if of_b is None else of_b if of_a is None else of_a + of_b

@@ -231,7 +231,7 @@ CASES = {
     "CarriedAttention.forward, options": (lambda **a: forward(attention(), **a), {}, {
         "carry": [Carry(CarriedConfig(layers=L, tile=16, **changes)) for changes in (
             {"scaling": "mean"}, {"detach": True}, {"causal": False}, {"windows": 3}, {"windows": (3, None)},
-            {"scale": 1.0}, {"softcap": 5.0}, {"sink": True}, {"dropout_p": 0.1},
+            {"scale": 1.0}, {"softcap": 5.0}, {"sink": True},
         )]
     }),
     "CarriedAttention.forward, sharing": (sharer, {}, {

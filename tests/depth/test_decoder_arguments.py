@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from tilewise import nn as modules
 from tilewise.nn.decoder import rope
@@ -79,3 +80,12 @@ def test_a_cache_that_was_set_back_takes_the_room_behind():
     kept.advance(3)
     with pytest.raises(ValueError, match="tokens: found 1, expected 0 to 0, the room that is left"):
         kept.advance(1)
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+@torch.no_grad()
+def test_batches_of_vmap_and_graphs_of_make_fx_have_no_numbers_to_read():
+    standard, tokens = modules.Decoder(config(residual="standard")), torch.randint(8, (3, 2, 5))
+    each = torch.stack([standard(part) for part in tokens])
+    torch.testing.assert_close(torch.func.vmap(standard)(tokens), each)
+    torch.testing.assert_close(make_fx(standard)(tokens[0])(tokens[1]), each[1])

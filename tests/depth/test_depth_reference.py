@@ -122,3 +122,28 @@ def test_products_inside_autocast_can_be_differentiated_again_and_mapped():
         mapped = torch.func.vmap(torch.func.grad(lambda w: R.mix(v, w).square().sum()))(w.detach())
     expected = torch.stack([torch.autograd.grad(R.mix(v, row).square().sum(), row)[0] for row in w.unbind(0)])
     torch.testing.assert_close(mapped, expected)
+
+
+def test_products_inside_autocast_have_forward_mode():
+    """Alone, and over a backward pass, as a Hessian is made."""
+    v, w, _ = make(3, 2, d=5)
+    v, w = v.detach(), w.detach()
+    f = lambda w: R.phase1(list(v), w)[0].square().sum()  # noqa: E731
+    expected = torch.func.jvp(f, (w,), (torch.ones_like(w),))[1], torch.func.hessian(f)(w)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = torch.func.jvp(f, (w,), (torch.ones_like(w),))[1], torch.func.hessian(f)(w)
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_whole_graph_holds_products_inside_autocast(inside):
+    torch._dynamo.reset()
+    v, w, _ = make(3, 2, d=5)
+    v, w = v.detach(), w.detach().requires_grad_()
+    compiled = torch.compile(lambda w: R.phase1(list(v), w)[0], backend="aot_eager", fullgraph=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=inside):
+        found = compiled(w)
+    torch.testing.assert_close(found, R.phase1(list(v), w)[0])
+    (a,), (b,) = (torch.autograd.grad(y.square().sum(), w) for y in (found, R.phase1(list(v), w)[0]))
+    torch.testing.assert_close(a, b)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
+from numbers import Integral, Real
 
 import torch
 from torch import Tensor
+
+from ..mask import unreadable
 
 __all__ = [
     "check_base",
@@ -27,13 +30,19 @@ def require(name: str, value: object, kind: type, nearest: str = "") -> None:
         raise TypeError(f"{name} {found}; expected {expected}{'; nearest legal call: ' + nearest if nearest else ''}")
 
 
-def check_integer(name: str, value: int, low: int | None = 1, high: int | None = None, none: str = "") -> None:
-    """Raise TypeError if `value` is no integer, ValueError if it is not from `low` to `high`; `none` ends the text."""
+def check_integer(name: str, value: int, low: int | None = 1, high: int | None = None, none: str = "") -> int:
+    """Raise TypeError if `value` is no integer, ValueError if it is not from `low` to `high`; `none` ends the text.
+
+    Returns the value, NumPy's integers as Python's.
+    """
     if isinstance(value, bool) or not isinstance(value, int | torch.SymInt):
-        raise TypeError(f"{name} is {value!r}; expected an integer{none}")
+        if isinstance(value, bool) or not isinstance(value, Integral):
+            raise TypeError(f"{name} is {value!r}; expected an integer{none}")
+        value = int(value)
     if (low is not None and value < low) or (high is not None and value > high):
         legal = f"at least {low}" if high is None else f"{low} to {high}"
         raise ValueError(f"{name} is {value}; expected {legal}{none}")
+    return value
 
 
 def check_flag(name: str, value: bool) -> None:
@@ -44,7 +53,7 @@ def check_flag(name: str, value: bool) -> None:
 
 def check_base(name: str, base: float, none: str = "") -> None:
     """Base of rotary frequencies: others give angles that are NaN, or all the same."""
-    if isinstance(base, bool) or not isinstance(base, int | float):
+    if isinstance(base, bool) or not isinstance(base, int | float | Real):
         raise TypeError(f"{name} is {base!r}; expected a number{none}")
     if not 0.0 < base < math.inf:
         raise ValueError(f"{name} is {base}; expected a positive, finite number{none}")
@@ -69,7 +78,8 @@ def check_positions(positions: Tensor) -> None:
 
 
 _POSITIONS = (
-    torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.float32, torch.float64
+    torch.int64, torch.int32, torch.int16, torch.int8, torch.uint64, torch.uint32, torch.uint16, torch.uint8,
+    torch.float32, torch.float64,
 )  # fmt: skip
 
 
@@ -90,7 +100,7 @@ def check_tokens(tokens: Tensor, least: int, meaning: str, vocabulary: int) -> N
     if tokens.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"tokens is {tokens.dtype}; expected torch.int64 or torch.int32")
     # Reading a GPU's numbers would stall its stream.
-    if type(tokens) is Tensor and tokens.device.type == "cpu" and not torch.compiler.is_compiling():
+    if type(tokens) is Tensor and tokens.device.type == "cpu" and not unreadable():
         low, high = (int(x) for x in torch.aminmax(tokens))
         if low < 0 or high >= vocabulary:
             raise ValueError(f"tokens reach from {low} to {high}; expected 0 to {vocabulary - 1}, the vocabulary's")

@@ -27,7 +27,7 @@ class KeyValueCache:
     """Up to this many new tokens a step carries dense rows of scores; above, packed tiles."""
 
     def __init__(self, capacity: int) -> None:
-        check_integer("capacity", capacity)
+        capacity = check_integer("capacity", capacity)
         self.capacity, self.length, self._new = capacity, 0, 0
         self._entries: dict[int, tuple[Tensor, Tensor]] = {}
 

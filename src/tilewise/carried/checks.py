@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ..mask import Mask
+from ..mask import Mask, unreadable
 from .arguments import require
 from .config import DTYPES, CarriedConfig
 from .layout import TileLayout
@@ -141,7 +141,7 @@ def check_like(like: tuple | None, q: Tensor, k: Tensor) -> None:
 
 def check_same_keys(before: Tensor | None, k: Tensor) -> None:
     """Keys that layers share are the same ones; numbers are compared on the CPU, where that stalls nothing."""
-    if before is None or before is k or k.device.type != "cpu" or torch.compiler.is_compiling():
+    if before is None or before is k or k.device.type != "cpu" or unreadable():
         return
     if type(k) not in _PLAIN or type(before) not in _PLAIN or before.shape != k.shape:
         return

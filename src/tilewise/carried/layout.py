@@ -76,10 +76,9 @@ class TileLayout:
         device: torch.device | str = "cpu",
     ) -> None:  # fmt: skip
         require("config", config, CarriedConfig, "TileLayout(CarriedConfig(), Tq, Tk)")
-        check_integer("Tq", Tq)
-        check_integer("Tk", Tk)
+        Tq, Tk = check_integer("Tq", Tq), check_integer("Tk", Tk)
         if offset is not None:
-            check_integer("offset", offset, None, none=", or None for Tk − Tq")
+            offset = check_integer("offset", offset, None, none=", or None for Tk − Tq")
         if mask is not None:
             require("mask", mask, Mask, "Mask.lengths(lengths)")
         if mask is not None and (mask.keys is not None or mask.dense is not None):

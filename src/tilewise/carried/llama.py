@@ -250,9 +250,9 @@ class CarriedLlama(nn.Module):
     def generate(self, tokens: Tensor, count: int, *, chunk: int | None = None) -> Tensor:
         """`count` greedy tokens after tokens [B, T]; the prompt is read in chunks of `chunk` tokens."""
         check_tokens(tokens, 1, "", self.options.vocabulary)
-        check_integer("count", count, 0)
+        count = check_integer("count", count, 0)
         if chunk is not None:
-            check_integer("chunk", chunk, none=", or None for the whole prompt at once")
+            chunk = check_integer("chunk", chunk, none=", or None for the whole prompt at once")
         cache = KeyValueCache(tokens.shape[1] + count)
         for part in tokens.split(chunk or tokens.shape[1], 1):
             logits = self(part, cache=cache)

@@ -110,7 +110,7 @@ class CarriedAttention(nn.Module):
         width: of the residual stream.
         heads, kv_heads: query heads H and key-value heads Hk.
         head_width: d; default width / heads.
-        config: the block's options.
+        config: the block's options; without them the layer takes a carry of any that have neither gains nor a sink.
         layer: index of this layer in its block.
         gated: multiply O with sigmoid(W_g x) before the output projection, element by element (gated attention, Qiu et
             al. 2025, arXiv 2505.06708).
@@ -140,7 +140,8 @@ class CarriedAttention(nn.Module):
         rotary_base: float | None = 10000.0, shared_keys: bool = False,
     ) -> None:  # fmt: skip
         super().__init__()
-        config = CarriedConfig() if config is None else config
+        told = config is not None
+        config = config if told else CarriedConfig()
         require("config", config, CarriedConfig)
         for name, value in (("width", width), ("heads", heads), ("kv_heads", kv_heads), ("head_width", head_width)):
             if value is not None or name in ("width", "heads"):
@@ -162,6 +163,7 @@ class CarriedAttention(nn.Module):
         self.heads, self.kv_heads, self.head_width = heads, kv_heads, head_width
         self.width = width
         self.config, self.shared_keys, self.rotary_base = config, shared_keys, rotary_base
+        self._told = told
         self.query = nn.Linear(width, heads * head_width, bias=False)
         owner = not shared_keys or layer == 0
         self.key = nn.Linear(width, kv_heads * head_width, bias=False) if owner else None
@@ -245,8 +247,8 @@ class CarriedAttention(nn.Module):
         """The carry says what is computed, where the layer has been told the same; and no keys are passed over."""
         # Another kind is the attention's to refuse, which a benchmark may have put its own in place of.
         known = isinstance(carry, SharedKeyCarry if self.shared_keys else Carry)
-        if known and carry.config is not self.config:
-            _check_same_function(carry.config, self.config, carry.index)
+        if known and self._told and carry.config is not self.config:
+            self._check_same_function(carry.config, carry.index)
         if self.key is not None:
             if shared is not None:
                 raise ValueError("shared is given; expected None: this layer has keys and values of its own")
@@ -260,21 +262,31 @@ class CarriedAttention(nn.Module):
         elif not isinstance(shared, tuple | list) or len(shared) != 2:
             raise TypeError(f"shared is a {type(shared).__name__}; expected (K, V) of the block's first layer")
 
+    def _check_same_function(self, found: CarriedConfig, layer: int) -> None:
+        """Another block's options give layer `layer` the same equation: how it is computed may differ, and the length.
 
-_FUNCTION = ("scaling", "detach", "causal", "scale", "softcap", "sink", "dropout_p")
+        What does not enter here is not compared: `detach` where no gradient is recorded, nor dropout, which is annealed.
+        """
+        expected, usual = self.config, self.head_width**-0.5
+        for name in _FUNCTION:
+            mine, theirs = getattr(expected, name), getattr(found, name)
+            same = mine == theirs
+            if name == "scale":
+                same = (usual if mine is None else mine) == (usual if theirs is None else theirs)
+            elif name == "detach":
+                same = same or not torch.is_grad_enabled()
+            if not same:
+                raise ValueError(
+                    f"carry was made with {name} = {theirs!r}; expected {mine!r}, as the layer's config says"
+                )
+        if layer < expected.layers and found.window(layer) != expected.window(layer):
+            raise ValueError(
+                f"carry was made with window = {found.window(layer)} for layer {layer}; expected "
+                f"{expected.window(layer)}, as the layer's config says"
+            )
 
 
-def _check_same_function(found: CarriedConfig, expected: CarriedConfig, layer: int) -> None:
-    """Two blocks' options give layer `layer` the same equation: how it is computed may differ, as may the length."""
-    for name in _FUNCTION:
-        mine, theirs = getattr(expected, name), getattr(found, name)
-        if mine != theirs:
-            raise ValueError(f"carry was made with {name} = {theirs!r}; expected {mine!r}, as the layer's config says")
-    if layer < expected.layers and found.window(layer) != expected.window(layer):
-        raise ValueError(
-            f"carry was made with window = {found.window(layer)} for layer {layer}; expected {expected.window(layer)}, "
-            "as the layer's config says"
-        )
+_FUNCTION = ("scaling", "detach", "causal", "scale", "softcap", "sink")
 
 
 class CarriedBlock(nn.Module):

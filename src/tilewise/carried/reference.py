@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -99,7 +99,10 @@ def carried_attention_reference(
 def _check_layers(name: str, values: Sequence | None, count: int) -> None:
     if values is None and name in ("gain", "sink", "seed"):
         return
-    if not isinstance(values, list | tuple):
+    # Also nn.ParameterList, which is no Sequence.
+    if isinstance(values, Tensor | str | Mapping) or not (
+        hasattr(values, "__len__") and hasattr(values, "__getitem__")
+    ):
         raise TypeError(f"{name} is a {type(values).__name__}; expected a list with an entry a layer")
     if name == "q" and not 0 < len(values) <= count:
         raise ValueError(f"q has {len(values)} layers; expected 1 to {count}, the block's")
