@@ -265,7 +265,7 @@ class CarriedAttention(nn.Module):
     def _check_same_function(self, found: CarriedConfig, layer: int) -> None:
         """Another block's options give layer `layer` the same equation: how it is computed may differ, and the length.
 
-        What does not enter here is not compared: `detach` where no gradient is recorded, nor dropout, which is annealed.
+        Not compared are `detach` where no gradient is recorded, and dropout, which is often annealed.
         """
         expected, usual = self.config, self.head_width**-0.5
         for name in _FUNCTION:
