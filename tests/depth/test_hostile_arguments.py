@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from refusals import refused
 from tilewise import depth
 from tilewise import nn as modules
 from tilewise.depth import Schedule, parallel
@@ -383,11 +384,7 @@ def group():
 
 @pytest.mark.parametrize(("name", "argument"), ARGUMENTS)
 def test_what_does_not_belong_there_is_named(name, argument):
-    call, good, bad = CASES[name]
-    for value in bad[argument]:
-        with pytest.raises((TypeError, ValueError)) as caught:
-            call(**(good | {argument: value}))
-        text = str(caught.value)
+    for value, text in refused(CASES[name], argument):
         assert argument in text.split(" found ")[0], f"{value!r}: {text}"
         assert "expected" in text, f"{value!r}: {text}"
 
