@@ -19,11 +19,12 @@ def product(equation: str, a: Tensor, b: Tensor) -> Tensor:
     Autocast would take products of fp32 in bf16, an error of 1 % of a score, and those of a backward pass that is
     called inside it as well, where turning it off in the forward pass alone does not help.
     """
-    device = a.device.type
-    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
+    device, compiling = a.device.type, torch.compiler.is_compiling()
+    # Dynamo of PyTorch 2.11 breaks the graph at the question what is available, and at a Function that has a jvp.
+    known = device != "meta" if compiling else torch.amp.is_autocast_available(device)
+    if not known or not torch.is_autocast_enabled(device):
         return torch.einsum(equation, a, b)
-    # torch.compile takes no Function that has a jvp.
-    return (_Product if torch.compiler.is_compiling() else _DualProduct).apply(equation, a, b)
+    return (_Product if compiling else _DualProduct).apply(equation, a, b)
 
 
 class _Product(torch.autograd.Function):
